@@ -9,10 +9,13 @@ import pytest
 
 import jaxllm
 from jaxllm import models, steps
+from jaxllm.adapters import LoraConfig, attach_adapter
 from jaxllm.cache import branch, drop_range, load_cache, merge_rows, save_cache
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.inside import Add, Apply, Clamp, Project, Scale, Set, assign_edits
 from jaxllm.models.sites import WEIGHT_SITES
+from jaxllm.weights.precision import Precision, cast
+from tests.adapters.random_adapters import random_adapter
 from tests.tiny_models import random_model, tokens
 
 FAMILIES = list(models.FAMILIES)
@@ -441,3 +444,36 @@ def test_served_functions_are_refused(lm: Any) -> None:
     )
     (event,) = jaxllm.serve(*lm, [request], rows=2, capacity=8)
     assert "cannot be functions" in str(event.error)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-g32", "int8-bitmap", "lora", "bfloat16"])
+def test_edits_work_on_any_weights(format: str) -> None:
+    """Quantized, sparse, adapted and half-precision weights: reading changes no bits, heads' parts
+    add up, and an edit has the effect of the formula.
+    """
+    precision = Precision.uniform("bfloat16") if format == "bfloat16" else None
+    model, params = random_model("llama", precision=precision)
+    if format == "lora":
+        lora = LoraConfig(r=2, target_modules=("o_proj", "down_proj", "q_proj"))
+        adapter = random_adapter(model.config, params, lora, 0)
+        params = attach_adapter(model.config, params, adapter)
+    elif format == "bfloat16":
+        params = cast(params, model.precision)
+    else:
+        params = jaxllm.quantize(params, format)
+    lm, ids = (model, params), tokens(B, T)
+    plain = forward(lm, ids)
+    sites = forward(lm, ids, read=["*"]).sites
+    assert bits(sites["logits"]) == bits(plain.logits)
+    close = 0.05 if format == "bfloat16" else 1e-4
+    result = np.asarray(sites["blocks.0.attn.result"], np.float32).sum(axis=2)
+    np.testing.assert_allclose(result, sites["blocks.0.attn.output"], rtol=close, atol=close * 4)
+    edits = {"blocks.0.attn_out": Set(0.0), "blocks.0.resid_post": Add(random(40), rows=[1])}
+    read = ["blocks.0.resid_mid", "blocks.0.resid_post", "blocks.0.mlp_out"]
+    edited = forward(lm, ids, edits=edits, read=read).sites
+    assert bits(edited[read[0]]) == bits(sites["blocks.0.resid_pre"])
+    mid, out = (np.asarray(edited[name], np.float32) for name in (read[0], read[2]))
+    want = mid + out + random(40) * np.array([[[0]], [[1]]])
+    np.testing.assert_allclose(
+        np.asarray(edited[read[1]], np.float32), want, atol=close, rtol=close
+    )
