@@ -7,7 +7,7 @@ carries a fingerprint of them for each row (`KVCache.edits_B`), and is refused u
 import fnmatch
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -31,13 +31,14 @@ from jaxllm.models.sites import (
 from jaxllm.weights.model import Model
 
 
-def site_names(config: ModelConfig) -> list[str]:
+@cache
+def site_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the full names of all sites of a model, in order of computation."""
     has_table = get_family(config.model_type).position_table is not None
     names = ["embed", "pos_embed"] if has_table else ["embed"]
     for layer in range(config.num_hidden_layers):
         names += [f"blocks.{layer}.{site}" for site in layer_sites(config, layer)]
-    return [*names, "final_norm", "logits"]
+    return (*names, "final_norm", "logits")
 
 
 def layer_sites(config: ModelConfig, layer: int) -> list[str]:
@@ -177,7 +178,8 @@ def fingerprint(edits: Edits, rows: int) -> Any:
     hash_B = xp.full((rows,), zlib.crc32(repr((edits.sites, _names(structure))).encode()), "uint32")
     for leaf in leaves:
         x = xp.asarray(leaf)
-        bits = x.astype("uint32") if x.dtype != np.float32 else x.view("uint32")
+        is_exact = x.dtype == bool or xp.issubdtype(x.dtype, np.integer)
+        bits = x.astype("uint32") if is_exact else x.astype("float32").view("uint32")
         bits = bits.reshape(bits.shape[0] if bits.shape and bits.shape[0] in (1, rows) else 1, -1)
         # Odd multipliers by place: a sum modulo 2^32 that depends on the order of the numbers.
         place = xp.arange(bits.shape[1], dtype="uint32")[None] * np.uint32(0x9E3779B2)

@@ -13,6 +13,7 @@ from jaxllm.adapters import LoraConfig, attach_adapter
 from jaxllm.cache import branch, drop_range, load_cache, merge_rows, save_cache
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.inside import Add, Apply, Clamp, Project, Scale, Set, assign_edits
+from jaxllm.models.site_inputs import check_edits, fingerprint
 from jaxllm.models.sites import WEIGHT_SITES
 from jaxllm.weights.precision import Precision, cast
 from tests.adapters.random_adapters import random_adapter
@@ -477,3 +478,36 @@ def test_edits_work_on_any_weights(format: str) -> None:
     np.testing.assert_allclose(
         np.asarray(edited[read[1]], np.float32), want, atol=close, rtol=close
     )
+
+
+def test_fingerprints_tell_edits_apart() -> None:
+    """Another number, order, place, site, kind or row changes it; on device as on the host."""
+    model, _ = random_model("llama")
+    v = random(40)
+    site, later = "blocks.0.resid_post", "blocks.1.resid_post"
+    swapped = v[np.r_[1, 0, 2:40]]
+    power = jax.tree_util.Partial
+    some: list[Any] = [
+        {site: Add(v)}, {site: Add(-v)}, {site: Add(swapped)}, {later: Add(v)}, {site: Set(v)},
+        {site: Add(v, scale=0.5)}, {site: Add(v, positions=[1])}, {site: Add(v, positions=[2])},
+        {site: [Add(v), Set(v)]}, {site: [Set(v), Add(v)]}, {site: jnp.tanh}, {site: jnp.sin},
+        {site: power(jnp.multiply, 0.5)}, {site: power(jnp.multiply, 0.7)},
+    ]  # fmt: skip
+    checked = [check_edits(model, edits, 2, 1, None) for edits in some]
+    prints = [fingerprint(edits, 2) for edits in checked]
+    assert len({int(x[0]) for x in prints}) == len(some)
+    assert all(x.all() for x in prints)
+    rows = check_edits(model, {site: Add(v, scale=np.array([1.0, 0.5]))}, 2, 1, None)
+    np.testing.assert_array_equal(fingerprint(rows, 2), [prints[0][0], prints[5][1]])
+    traced = jax.jit(lambda edits: fingerprint(edits, 2))(rows)
+    np.testing.assert_array_equal(traced, fingerprint(rows, 2))
+
+
+def test_padding_is_no_position(lm: Any) -> None:
+    """Position -1 edits nothing, padded tokens included."""
+    at = np.array([[-1, -1, 0, 1, 2]])
+    site = "blocks.0.resid_post"
+    options: Any = {"positions_BT": at, "read": [site]}
+    plain = forward(lm, tokens(1, 5), **options).sites
+    edits = {site: Set(0.0, positions=[-1, 7])}
+    assert bits(plain) == bits(forward(lm, tokens(1, 5), edits=edits, **options).sites)

@@ -121,7 +121,7 @@ def test_site_shapes_follow_their_axes() -> None:
         "B": 2, "T": T, "S": 13 + T, "D": c.hidden_size, "N": 8, "K": 2, "H": c.head_dim,
         "F": c.intermediate_size, "E": 7, "V": c.vocab_size,
     }  # fmt: skip
-    assert list(sites) == site_names(c)
+    assert tuple(sites) == site_names(c)
     for name, x in sites.items():
         axes = SITES[name.split(".", 2)[2] if name.startswith("blocks") else name].axes
         assert x.shape == tuple(sizes[axis] for axis in axes), name
