@@ -104,8 +104,9 @@ def check_edits(model: Model, edits: Any, rows: int, tokens: int, slots: int | N
     for pattern, given in edits.items():
         groups = dict[str, list[str]]()  # by axes
         for name in find_sites(model.config, pattern):
-            groups.setdefault(SITES[split_name(name)[1]].axes, []).append(name)
-            if SITES[split_name(name)[1]].read_only:
+            site = SITES[split_name(name)[1]]
+            groups.setdefault(site.axes, []).append(name)
+            if site.read_only:
                 raise ConfigError(
                     f"site {name} is computed for reading only. Edit attn.z or attn_out instead"
                 )
@@ -181,12 +182,16 @@ def fingerprint(edits: Edits, rows: int) -> Any:
         is_exact = x.dtype == bool or xp.issubdtype(x.dtype, np.integer)
         bits = x.astype("uint32") if is_exact else x.astype("float32").view("uint32")
         bits = bits.reshape(bits.shape[0] if bits.shape and bits.shape[0] in (1, rows) else 1, -1)
-        # Odd multipliers by place: a sum modulo 2^32 that depends on the order of the numbers.
-        place = xp.arange(bits.shape[1], dtype="uint32")[None] * np.uint32(0x9E3779B2)
-        mixed = (bits ^ (bits >> 15) ^ place) * np.uint32(0x85EBCA6B)
-        mixed = (mixed ^ (mixed >> 13)) * (place | np.uint32(1))
-        hash_B = (hash_B ^ mixed.sum(axis=1, dtype="uint32")) * np.uint32(0xC2B2AE35)
+        place = xp.arange(1, bits.shape[1] + 1, dtype="uint32")[None] * np.uint32(0x9E3779B1)
+        hash_B = _mix(hash_B ^ _mix(bits ^ place).sum(axis=1, dtype="uint32"))
     return hash_B | np.uint32(1)
+
+
+def _mix(x: Any) -> Any:
+    """Return hashes of 32-bit numbers (the finalizer of MurmurHash3, Appleby 2011)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _names(structure: Any) -> list[str]:

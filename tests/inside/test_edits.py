@@ -302,14 +302,15 @@ STEER = {"blocks.0.resid_post": Add(random(40), scale=np.array([1.0, -0.5]))}
 def test_chunks_and_steps_equal_forward_under_edits(lm: Any) -> None:
     """Prefill in chunks and decode steps, read and edited, give what one forward pass gives."""
     ids, read = tokens(B, T), ["blocks.1.attn.z", "final_norm", "blocks.0.resid_post"]
-    whole = forward(lm, ids, read=read, edits=STEER)
+    edits = {**STEER, "blocks.1.resid_pre": Add(random(40), positions=[[1, 4], [3, 6]])}
+    whole = forward(lm, ids, read=read, edits=edits)
     cache = jaxllm.init_cache(lm[0], B, 16)
-    out = jaxllm.prefill(*lm, cache, ids[:, :5], chunk=3, read=read, edits=STEER)
+    out = jaxllm.prefill(*lm, cache, ids[:, :5], chunk=3, read=read, edits=edits)
     np.testing.assert_allclose(out.logits, whole.logits[:, 4], atol=2e-5)
     for site in read:
         np.testing.assert_allclose(out.sites[site], whole.sites[site][:, :5], atol=2e-5)
     for t in (5, 6):
-        out = jaxllm.decode_step(*lm, out.cache, ids[:, t], read=read, edits=STEER)
+        out = jaxllm.decode_step(*lm, out.cache, ids[:, t], read=read, edits=edits)
         np.testing.assert_allclose(out.logits, whole.logits[:, t], atol=2e-5)
         for site in read:
             np.testing.assert_allclose(out.sites[site][:, 0], whole.sites[site][:, t], atol=2e-5)
@@ -389,9 +390,11 @@ def test_generate_edits_prompt_and_new_tokens(lm: Any) -> None:
     np.testing.assert_allclose(steps[2][read[0]], x[:, :1], atol=2e-5)
 
 
-def run_served(lm: Any, requests: list[jaxllm.Request], **options: Any) -> dict[Any, list[int]]:
+def run_served(
+    lm: Any, requests: list[jaxllm.Request], rows: int = 3, **options: Any
+) -> dict[Any, list[int]]:
     found: dict[Any, list[int]] = {}
-    for event in jaxllm.serve(*lm, requests, rows=3, capacity=32, chunk=8, **options):
+    for event in jaxllm.serve(*lm, requests, rows=rows, capacity=32, chunk=8, **options):
         assert event.error is None, event.error
         found.setdefault(event.id, []).append(event.token)
     return found
@@ -421,6 +424,8 @@ def test_served_requests_have_their_own_edits(lm: Any, cached: bool) -> None:
         alone = jaxllm.generate(*lm, prompt[None], max_new_tokens=6, edits=one)
         assert found[i] == alone.token_BT[0].tolist(), i
     assert len({tuple(x) for x in found.values()}) == 4
+    if not cached:  # one after the other in one row
+        assert run_served(lm, requests[-2:], rows=1) == {i: found[i] for i in (4, 5)}
 
 
 def test_served_strengths_share_programs(lm: Any, compiled: list[str]) -> None:

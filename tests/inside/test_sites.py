@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jaxllm
 from jaxllm import models
+from jaxllm.compress.layerwise import get_module
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity.transformers_backend import _replace_attention
 from jaxllm.models.site_inputs import find_sites, site_names
@@ -103,9 +104,11 @@ def test_sites_equal_transformers_hooks(name: str, tmp_path: Any) -> None:
         }
         assert_close(x["resid_mid"], x["resid_pre"] + x["attn_out"])
         assert_close(x["resid_post"], x["resid_mid"] + x["mlp_out"])
-        parts = x["attn.result"].sum(axis=2)
-        bias_D = (x["attn.output"] - parts)[0, 0]
-        assert_close(parts + bias_D, x["attn.output"])
+        out = get_module(
+            twin.params[f"{family.layers}.{layer}"], family.linear_groups[1].linears[0]
+        )
+        bias_D = np.asarray(out.get("bias", np.zeros(1, np.float32)))
+        assert_close(x["attn.result"].sum(axis=2) + bias_D, x["attn.output"])
         seen = np.isfinite(x["attn.scores"])
         weight = np.exp(
             np.where(seen, x["attn.scores"], -np.inf) - x["attn.scores"].max(-1)[..., None]
