@@ -6,7 +6,7 @@ inside `jit` the same functions run unchecked.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.growth import apply_delta, check_fits, to_cache_slots
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, constrain_cache
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, constrain_cache, merge_labels
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.inputs import (
@@ -30,6 +30,14 @@ from jaxllm.models.inputs import (
     next_positions,
 )
 from jaxllm.models.layers import Trace
+from jaxllm.models.site_inputs import (
+    check_edits,
+    check_read,
+    find_sites,
+    fingerprint,
+    label_cache,
+)
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, sites_to_record, split_name
 from jaxllm.ops import native
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import next_power_of_two
@@ -39,7 +47,7 @@ from jaxllm.weights.paths import Params
 
 Segments = tuple[Segment, ...]
 MassMode = bool | Literal["layers"]  # none, summed over layers, or per layer
-MassOutput = MassMode | Literal["heads"]  # or not summed over heads and queries
+EditMap = Mapping[str, Any]  # from sites to edits or functions, or lists of them
 
 
 class Output(struct.PyTreeNode):
@@ -53,6 +61,7 @@ class Output(struct.PyTreeNode):
         attention_mass: the attention weight received by each cache slot and then each new token,
             float32 `[B, S + T]` or `[layers, B, S + T]`.
         attention_weights: the softmax weights, float32 `[layers, B, N, T, S + T]`.
+        sites: the arrays that were read, by the full names of their sites.
     """
 
     logits: jax.Array
@@ -60,6 +69,7 @@ class Output(struct.PyTreeNode):
     hidden_states: tuple[jax.Array, ...] | None = None
     attention_mass: jax.Array | None = None
     attention_weights: jax.Array | None = None
+    sites: dict[str, jax.Array] = struct.field(default_factory=dict)
 
 
 class StepOutput(struct.PyTreeNode):
@@ -70,11 +80,13 @@ class StepOutput(struct.PyTreeNode):
         cache: the cache with the new tokens.
         attention_mass: the attention weight received by each slot of `cache`, float32 `[B, S]` or
             `[layers, B, S]`; None unless requested.
+        sites: the arrays that were read, by the full names of their sites.
     """
 
     logits: jax.Array
     cache: KVCache
     attention_mass: jax.Array | None = None
+    sites: dict[str, jax.Array] = struct.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.logits, self.cache))
@@ -90,6 +102,8 @@ def forward(
     hidden_states: bool = False,
     attention_mass: MassMode = False,
     attention_weights: bool = False,
+    read: Sequence[str] = (),
+    edits: EditMap | None = None,
 ) -> Output:
     """Run tokens against a cache without modifying or copying it.
 
@@ -106,10 +120,14 @@ def forward(
             the keys a second time.
         attention_weights: also return the softmax weights of every head and query: layers x B x N x
             T x (S + T) numbers, for inspecting short texts. Excludes `attention_mass`.
+        read: names of the sites to return, such as "blocks.3.attn.pattern" or
+            "blocks.*.resid_post"; docs/inside.md lists them.
+        edits: changes of the arrays at sites (`jaxllm.inside`), by site name.
 
     Raises:
         TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes.
-        CacheMismatchError: for a cache of another model or batch size.
+        CacheMismatchError: for a cache of another model, batch size, or of other edits.
+        ConfigError: for unknown sites, and edits that do not fit them.
     """
     check_model(model, params)
     _check_mass(attention_mass)
@@ -117,10 +135,21 @@ def forward(
         raise ConfigError(
             "attention_mass is the sum of attention_weights. Request only one of them"
         )
-    mass_output: MassOutput = "heads" if attention_weights else attention_mass
     tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
+    (B, T), slots = tokens_BT.shape, 0 if cache is None else cache.slots
+    names = check_read(model, read)
+    checked = check_edits(model, edits, B, T, slots + T)
+    made_with_B = fingerprint(checked, B)
+    if cache is not None:
+        made_with_B = merge_labels(cache.edits_B, made_with_B)
+    weights = find_sites(model.config, "blocks.*.attn.pattern") if attention_weights else ()
     past = (cache.segments, cache.memory) if cache is not None else ((), ())
-    return _forward(model, params, *past, tokens_BT, positions_BT, bool(hidden_states), mass_output)
+    out: Output = _forward(
+        model, params, *past, tokens_BT, positions_BT, checked,
+        bool(hidden_states), attention_mass, names, weights,
+    )  # fmt: skip
+    delta = out.delta.replace(edits_B=made_with_B)
+    return out.replace(delta=delta, sites={name: out.sites[name] for name in names})
 
 
 def decode_step(
@@ -130,12 +159,14 @@ def decode_step(
     token_B: Array,
     *,
     attention_mass: MassMode = False,
+    read: Sequence[str] = (),
+    edits: EditMap | None = None,
     donate: bool = False,
 ) -> StepOutput:
     """Run and commit one token per row.
 
-    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
-    for `forward`.
+    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass,
+    read, edits: as for `forward`.
 
     Raises what `forward` raises, and CapacityError if the cache is full.
     """
@@ -147,9 +178,13 @@ def decode_step(
     _check_mass(attention_mass)
     tokens_BT, positions_BT = check_inputs(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
+    names = check_read(model, read)
+    checked = check_edits(model, edits, cache.batch, 1, cache.slots + 1)
+    cache = label_cache(cache, checked)
     return _run_compiled(
-        _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, attention_mass
-    )
+        _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, checked,
+        attention_mass, names,
+    )  # fmt: skip
 
 
 def prefill(
@@ -162,6 +197,8 @@ def prefill(
     positions_BT: Array | None = None,
     chunk: int = 256,
     attention_mass: MassMode = False,
+    read: Sequence[str] = (),
+    edits: EditMap | None = None,
     donate: bool = False,
 ) -> StepOutput:
     """Run and commit a prompt in chunks; the logits are those of each row's last token.
@@ -175,13 +212,18 @@ def prefill(
         positions_BT: instead of `lengths_B`, positions `[B, T]` with -1 for padding anywhere.
         chunk: tokens per chunk.
         attention_mass: as for `decode_step`, summed over the prompt.
+        read: as for `forward`, of the whole prompt; neither "logits" nor attention's scores and
+            weights, whose slots change between chunks.
+        edits: as for `forward`; their values may differ between tokens only by `positions`.
 
     Raises what `forward` raises, and CapacityError if the prompt does not fit.
     """
-    args = _prefill_arguments(
-        model, params, cache, tokens_BT, lengths_B, positions_BT, chunk, attention_mass
+    cache, args = _prefill_arguments(
+        model, params, cache, tokens_BT, lengths_B, positions_BT, chunk, attention_mass, read, edits
     )
-    return _run_compiled(_PREFILL, cache, donate, *args)
+    out = _run_compiled(_PREFILL, cache, donate, *args)
+    T = np.shape(tokens_BT)[1]
+    return out.replace(sites={name: x[:, :T] for name, x in out.sites.items()})
 
 
 def prepare_prefill(
@@ -193,6 +235,7 @@ def prepare_prefill(
     lengths_B: Array | None = None,
     chunk: int = 256,
     attention_mass: MassMode = False,
+    edits: EditMap | None = None,
     donate: bool = False,
 ) -> None:
     """Load or compile, in another thread, the program of `prefill` with the same arguments.
@@ -201,8 +244,8 @@ def prepare_prefill(
     """
     with warnings.catch_warnings():  # `prefill` itself warns
         warnings.simplefilter("ignore")
-        args = _prefill_arguments(
-            model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass
+        cache, args = _prefill_arguments(
+            model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass, (), edits
         )
     _PREFILL[donate].prepare(cache.replace(frozen=()), cache.frozen, *args)
 
@@ -216,8 +259,10 @@ def _prefill_arguments(
     positions_BT: Array | None,
     chunk: int,
     attention_mass: MassMode,
-) -> tuple[Any, ...]:
-    """Check and pad the arguments of `prefill`; return those of its program after the cache."""
+    read: Sequence[str],
+    edits: EditMap | None,
+) -> tuple[KVCache, tuple[Any, ...]]:
+    """Check and pad the arguments of `prefill`; return the cache and those after it."""
     check_model(model, params)
     _check_mass(attention_mass)
     check_usable(cache)
@@ -231,12 +276,16 @@ def _prefill_arguments(
     check_fits(cache, positions_BT)
     if is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: every row needs at least one real token")
+    names, checked = check_read(model, read), check_edits(model, edits, cache.batch, 1, None)
+    if unfit := [x for x in names if x == "logits" or split_name(x)[1] in WEIGHT_SITES]:
+        raise ConfigError(f"prefill cannot read {unfit[0]}. Use forward")
     T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, next_power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    return model, params, tokens_BT, positions_BT, attention_mass, width
+    args = (model, params, tokens_BT, positions_BT, checked, attention_mass, width, names)
+    return label_cache(cache, checked), args
 
 
 def run_model(
@@ -248,11 +297,13 @@ def run_model(
     *,
     length_B: jax.Array | None = None,
     column_B: jax.Array | None = None,
-    attention_mass: MassOutput = False,
+    attention_mass: MassMode = False,
     embeddings_BTD: jax.Array | None = None,
     memory: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
     row_B: jax.Array | None = None,
+    edits: Edits = NO_EDITS,
+    read: Collection[str] = (),
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """Apply the model to checked input; return its trace, the delta and the attention mass.
 
@@ -264,6 +315,8 @@ def run_model(
         memory: the cache's memory, for models that have one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
         row_B: the row of the segments that each row of tokens reads; by default its own.
+        edits: checked (`site_inputs.check_edits`).
+        read: the sites that every layer's trace has, without layers.
     """
     if segments and not memory and any(map(model.config.memory_shape, range(len(segments[0].k)))):
         raise ConfigError(
@@ -275,6 +328,8 @@ def run_model(
     extra: dict[str, Any] = {"memory": memory} if memory else {}
     extra |= {} if document_BT is None else {"document_BT": document_BT}
     extra |= {} if row_B is None else {"row_B": row_B}
+    extra |= {"edits": edits} if edits.edits else {}
+    extra |= {"read": frozenset(read)} if read else {}
     with native.use_one_path(model.precision.invariant):
         trace = model.apply(
             {"params": params},
@@ -283,7 +338,7 @@ def run_model(
             length_B,
             segments,
             column_B,
-            attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
+            attention_mass=attention_mass is not False,
             embeddings_BTD=embeddings_BTD,
             **extra,
         )
@@ -304,13 +359,16 @@ def run_and_commit(
     tail: KVCache,
     token_BT: jax.Array,
     position_BT: jax.Array,
+    names: tuple[str, ...] = (),
     **options: Any,
 ) -> StepOutput:
     """Run tokens and commit them; return all logits `[B, T, V]` and the new tail.
 
-    tail: the cache without its frozen segments. options: further arguments of `run_model`.
+    tail: the cache without its frozen segments. names: of the sites to read, in full. options:
+    further arguments of `run_model`.
     """
     segments = (*frozen, tail.tail)
+    options["read"] = sites_to_record(names)
     trace, delta, mass = run_model(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **options
     )
@@ -318,10 +376,11 @@ def run_and_commit(
     after = trace.read_outputs
     after = after if mass is None or not after else (*after, mass)
     mass = None if mass is None else to_cache_slots(mass, tail, token_BT.shape[1])
-    return StepOutput(trace.logits, constrain_cache(apply_delta(tail, delta, after), model), mass)
+    cache = constrain_cache(apply_delta(tail, delta, after), model)
+    return StepOutput(trace.logits, cache, mass, trace.read_sites(names))
 
 
-@partial(jax.jit, static_argnums=(0, 6, 7))
+@partial(jax.jit, static_argnums=(0, 7, 8, 9, 10))
 def _forward(
     model: Model,
     params: Params,
@@ -329,16 +388,19 @@ def _forward(
     memory: tuple[Any, ...],
     token_BT: jax.Array,
     position_BT: jax.Array,
+    edits: Edits,
     hidden_states: bool,
-    mass_output: MassOutput,
+    attention_mass: MassMode,
+    names: tuple[str, ...],
+    weights: tuple[str, ...],
 ) -> Output:
     trace, delta, mass = run_model(
-        model, params, segments, token_BT, position_BT, attention_mass=mass_output, memory=memory
-    )
+        model, params, segments, token_BT, position_BT, attention_mass=attention_mass,
+        memory=memory, edits=edits, read=sites_to_record((*names, *weights)),
+    )  # fmt: skip
     hidden = trace.hidden_states if hidden_states else None
-    if mass_output == "heads":
-        return Output(trace.logits, delta, hidden, attention_weights=mass)
-    return Output(trace.logits, delta, hidden, mass)
+    stacked = jnp.stack([*trace.read_sites(weights).values()]) if weights else None
+    return Output(trace.logits, delta, hidden, mass, stacked, trace.read_sites(names))
 
 
 def _decode_step(
@@ -348,11 +410,14 @@ def _decode_step(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
+    edits: Edits,
     attention_mass: MassMode,
+    names: tuple[str, ...],
 ) -> StepOutput:
     out = run_and_commit(
-        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
-    )
+        model, params, frozen, tail, token_BT, position_BT, names,
+        attention_mass=attention_mass, edits=edits,
+    )  # fmt: skip
     return out.replace(logits=out.logits[:, 0])
 
 
@@ -363,13 +428,17 @@ def _prefill(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
+    edits: Edits,
     attention_mass: MassMode,
     width: int,
+    names: tuple[str, ...],
 ) -> StepOutput:
     B = token_BT.shape[0]
     length_B = position_BT.max(axis=1) + 1
 
-    def run_chunk(carry: StepOutput, chunk: tuple[jax.Array, jax.Array]) -> tuple[StepOutput, None]:
+    def run_chunk(
+        carry: StepOutput, chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[StepOutput, dict[str, jax.Array]]:
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
         last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
@@ -380,20 +449,27 @@ def _prefill(
             carry.cache,
             token_BC,
             position_BC,
+            names,
             length_B=length_B,
             column_B=last_B,
             attention_mass=attention_mass,
+            edits=edits,
         )
         logits_BV = jnp.where(real_BC.any(axis=1)[:, None], out.logits[:, 0], carry.logits)
         mass = jax.tree.map(jnp.add, carry.attention_mass, out.attention_mass)
-        return StepOutput(logits_BV, out.cache, mass), None
+        return StepOutput(logits_BV, out.cache, mass), out.sites
 
     def split_chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
 
+    def join_chunks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(B, token_BT.shape[1], *x.shape[3:])
+
     logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
     start = StepOutput(logits_BV, tail, _zero_mass(model.config, tail, frozen, attention_mass))
-    return jax.lax.scan(run_chunk, start, (split_chunks(token_BT), split_chunks(position_BT)))[0]
+    chunks = (split_chunks(token_BT), split_chunks(position_BT))
+    out, sites = jax.lax.scan(run_chunk, start, chunks)
+    return out.replace(sites={name: join_chunks(x) for name, x in sites.items()})
 
 
 def _zero_mass(
@@ -414,16 +490,20 @@ def _compile_step(step: Any, static_argnums: tuple[int, ...]) -> tuple[Any, Any]
     )
 
 
-_DECODE_STEP = _compile_step(_decode_step, (2, 6))
-_PREFILL = _compile_step(_prefill, (2, 6, 7))
+_DECODE_STEP = _compile_step(_decode_step, (2, 7, 8))
+_PREFILL = _compile_step(_prefill, (2, 7, 8, 9))
 
 
 def _run_compiled(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
 ) -> StepOutput:
-    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied."""
+    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied.
+
+    args: the last are the names of the sites to read.
+    """
     out: StepOutput = compiled[donate](cache.replace(frozen=()), cache.frozen, *args)
-    return out.replace(cache=out.cache.replace(frozen=cache.frozen))
+    sites = {name: out.sites[name] for name in args[-1]}
+    return out.replace(cache=out.cache.replace(frozen=cache.frozen), sites=sites)
 
 
 def _check_mass(attention_mass: MassMode) -> None:

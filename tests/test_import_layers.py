@@ -19,7 +19,7 @@ LAYERS = """
     cache
     models
     checkpoints steps sharding grammar
-    convert export generation
+    convert export generation inside
     adapters plan
     lm
     server

@@ -72,6 +72,7 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
         tail=tail.replace(position_BS=jnp.full((n, capacity), EMPTY, jnp.int32)),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.broadcast_to(cache.next_position_B, (n,)),
+        edits_B=jax.tree.map(lambda x: jnp.broadcast_to(x, (n,)), cache.edits_B),
         memory=jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), cache.memory),
     )
 
@@ -107,6 +108,7 @@ def select(cache: KVCache, rows: Any) -> KVCache:
         frozen=jax.tree.map(take_or_share, cache.frozen),
         tail=jax.tree.map(take_rows, cache.tail),
         next_position_B=take_rows(cache.next_position_B),
+        edits_B=jax.tree.map(take_rows, cache.edits_B),
         memory=jax.tree.map(take_rows, cache.memory),
     )
 
@@ -175,8 +177,17 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
         ),
         cursor=cursor,
         next_position_B=jnp.concatenate([c.next_position_B for c in caches]),
+        edits_B=_concat_labels(caches),
         memory=jax.tree.map(lambda *x: jnp.concatenate(x), *(c.memory for c in caches)),
     )
+
+
+def _concat_labels(caches: Sequence[KVCache]) -> jax.Array | None:
+    """Return the fingerprints of all rows' edits; None if no row was edited."""
+    if all(c.edits_B is None for c in caches):
+        return None
+    plain = (jnp.zeros(c.batch, jnp.uint32) if c.edits_B is None else c.edits_B for c in caches)
+    return jnp.concatenate([*plain])
 
 
 def _is_same_segment(segments: Sequence[Segment]) -> bool:

@@ -25,6 +25,7 @@ from jaxllm.cache.kv import (
     check_no_memory,
     check_usable,
     cull_mark,
+    merge_labels,
 )
 from jaxllm.cache.slot_update import write_slots
 from jaxllm.config.model import Rope
@@ -226,7 +227,7 @@ def patch(cache: KVCache, slot_BT: Any, delta: Delta) -> KVCache:
 
     Raises:
         CacheMismatchError: Slots or delta have another shape, a slot is empty, or the cache has a
-            memory.
+            memory, or cache and delta were computed under different edits.
         TokenError: Two tokens would share a position.
     """
     check_usable(cache)
@@ -250,7 +251,10 @@ def patch(cache: KVCache, slot_BT: Any, delta: Delta) -> KVCache:
         first += size
     end_B = jnp.where(slot_BT >= 0, delta.position_BS + 1, 0).max(axis=1)
     next_B = jnp.maximum(cache.next_position_B, end_B)
-    patched = _with_segments(cache, segments, next_position_B=next_B)
+    edits_B = cache.edits_B
+    if delta.edits_B is not None:
+        edits_B = merge_labels(edits_B, delta.edits_B)
+    patched = _with_segments(cache, segments, next_position_B=next_B, edits_B=edits_B)
     _check_distinct(patched.position_BS)
     return patched
 

@@ -17,6 +17,8 @@ def caches_equal(one: Any, two: Any) -> bool:
         one.next_position_B, two.next_position_B
     ):
         return False
+    if not np.array_equal(one.edits_B, two.edits_B):
+        return False
     memories = zip(jax.tree.leaves(one.memory), jax.tree.leaves(two.memory), strict=True)
     if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in memories):
         return False

@@ -129,6 +129,8 @@ def save_cache(path: str | Path, cache: KVCache, model: Model, params: Params) -
         for name, array in _segment_arrays(segment)
     }
     tensors["next_position_B"] = np.asarray(cache.next_position_B)
+    if cache.edits_B is not None:
+        tensors["edits_B"] = np.asarray(cache.edits_B)
     for i, array in enumerate(jax.tree.leaves(cache.memory)):
         tensors[f"memory.{i}"] = np.asarray(array)
     header = {
@@ -186,6 +188,9 @@ def load_cache(
     rows = next_B.shape[0]
     if next_B.ndim != 1 or next_B.dtype != np.int32 or rows == 0:
         raise CheckpointError(f"{path}: next_position_B is missing or not int32 [rows]")
+    edits_B = tensors.pop("edits_B", None)
+    if edits_B is not None and (edits_B.shape, edits_B.dtype) != ((rows,), np.uint32):
+        raise CheckpointError(f"{path}: edits_B is not uint32 [{rows}]")
     check_memory(empty.nbytes * rows * capacity, f"{path}: {rows} rows of {capacity:,} slots")
     *frozen, tail = (
         _take_segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
@@ -204,6 +209,7 @@ def load_cache(
         cursor=jnp.asarray(header.cursor, jnp.int32),
         next_position_B=jax.device_put(next_B),
         memory=memory,
+        edits_B=None if edits_B is None else jax.device_put(edits_B),
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))

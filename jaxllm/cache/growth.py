@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import Delta, KVCache, Segment, cast_delta, check_delta, check_usable
+from jaxllm.cache.kv import (
+    Delta,
+    KVCache,
+    Segment,
+    cast_delta,
+    check_delta,
+    check_usable,
+    merge_labels,
+)
 from jaxllm.cache.slot_update import update_window, write_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError
 
@@ -26,15 +34,17 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
 
     Raises:
         CapacityError: The tokens do not fit.
-        CacheMismatchError: The delta belongs to a cache of another shape, or `cache` was donated.
+        CacheMismatchError: The delta belongs to a cache of another shape or of other edits, or
+            `cache` was donated.
     """
     check_delta(delta)
     check_fits(cache, delta.position_BS)
     _check_match(cache, delta)
-    frozen, grown = cache.frozen, cache.replace(frozen=())
+    edits_B = merge_labels(cache.edits_B, delta.edits_B)
+    frozen, grown = cache.frozen, cache.replace(frozen=(), edits_B=None)
     # Frozen segments stay out of the compiled call, which would copy them.
     step = _commit_in_place if donate else _commit
-    return step(grown, delta).replace(frozen=frozen)
+    return step(grown, delta.replace(edits_B=None)).replace(frozen=frozen, edits_B=edits_B)
 
 
 def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = ()) -> KVCache:

@@ -57,9 +57,11 @@ class Delta(Segment):
 
     Attributes:
         memory: The new value of `KVCache.memory`; padding does not affect it.
+        edits_B: As in `KVCache`.
     """
 
     memory: tuple[Any, ...] = ()
+    edits_B: Any = None
 
 
 class KVCache(struct.PyTreeNode):
@@ -76,6 +78,8 @@ class KVCache(struct.PyTreeNode):
             `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
             cannot be removed from a memory, except by `rewind` within limits (`unread`). So
             `patch`, `keep`, `drop_range` and culling are refused.
+        edits_B: A fingerprint of the edits under which each row's keys were computed, uint32 `[B]`,
+            0 for none; None if no row was edited (`models.site_inputs`).
         writer: Static, writes the tail if `write_at_cursor` does not (`Model.cache_writer`).
         stage_layers: Static. In a pipeline, the layer numbers of each stage, whose heads are
         concatenated
@@ -88,6 +92,7 @@ class KVCache(struct.PyTreeNode):
     cursor: jax.Array
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
+    edits_B: Any = None
     writer: Any = struct.field(pytree_node=False, default=None)
     stage_layers: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
 
@@ -383,6 +388,25 @@ def _is_donated(cache: KVCache) -> bool:
     """Whether JAX arrays of a cache were deleted. NumPy arrays (pickle, device_get) never are."""
     leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def merge_labels(cached_B: Any, new_B: Any) -> Any:
+    """Return the fingerprints of a cache after new keys. Raises CacheMismatchError if they differ.
+
+    cached_B, new_B: uint32 `[B]`, 0 for rows without edits; None if no row has any.
+    """
+    if cached_B is None:
+        return new_B
+    if not any(isinstance(x, jax.core.Tracer) for x in (cached_B, new_B)):
+        theirs_B, ours_B = np.asarray(cached_B), 0 if new_B is None else np.asarray(new_B)
+        unlike = np.flatnonzero((theirs_B != 0) & (theirs_B != ours_B))
+        if unlike.size:
+            raise CacheMismatchError(
+                f"row {unlike[0]} of the cache holds keys that were computed under other edits."
+                " Use the same edits, an unedited cache, or declare it with"
+                " jaxllm.inside.assign_edits(model, cache, edits)"
+            )
+    return cached_B if new_B is None else new_B
 
 
 def check_delta(delta: Any) -> None:

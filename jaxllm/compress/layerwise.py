@@ -9,7 +9,6 @@ layer runs once more to produce the next layer's inputs.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -63,7 +62,7 @@ class LayerInputs:
         return check_finite(stats, f"{self.path}.{site.linears[0]}")
 
     def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
-        """Fold `state = function(state, x)` over batches `[b, T, ...]` of a trace entry."""
+        """Fold `state = function(state, x)` over batches `[b, T, ...]` of the array at a site."""
         run = partial(
             _fold_batch, self.model, self._program_layer, function, name, self.dense(params)
         )
@@ -72,7 +71,7 @@ class LayerInputs:
         return state
 
     def trace_entry(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
-        """Return a trace entry of the first `rows` rows (None: all), float32 `[N, T, ...]`."""
+        """Return the array at a site for the first `rows` rows (None: all), `[N, T, ...]`."""
         run = partial(_entry, self.model, self._program_layer, name, self.dense(params))
         return np.concatenate([np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)])
 
@@ -127,7 +126,7 @@ def map_layers(
             layer = LayerInputs(model, number, path, params[path], x_NTD)
             finished = load_finished(number)
             changed[path] = change(layer) if finished is None else finished
-            x_NTD = layer.trace_entry(changed[path], "x")
+            x_NTD = layer.trace_entry(changed[path], "resid_post")
             _release_pages(params[path])
             if not np.isfinite(x_NTD).all():
                 raise NonFiniteError(f"{path} returned NaN or infinity for the calibration data")
@@ -262,8 +261,8 @@ def _trace_entry(
     model: Model, layer: int, name: str, params: Params, x_BTD: jax.Array
 ) -> jax.Array:
     x = x_BTD.astype(model.precision.activations)
-    trace = models.run_layer(model, layer, params, x, *_row_positions(*x.shape[:2]))
-    entry: jax.Array = attrgetter(name)(trace)
+    rows = _row_positions(*x.shape[:2])
+    entry = models.run_layer(model, layer, params, x, *rows, frozenset([name])).sites[name]
     return entry.reshape(*entry.shape[:2], -1)  # concatenate heads
 
 

@@ -2,9 +2,10 @@
 
 Families have one row each in `FAMILIES`. family: the row type. decoder: the base of most families;
 hybrid_attention: layers with full or sliding attention; moe: mixtures of experts. modules: shared
-Flax modules; layers: what layers compute; inputs: checks of a step's inputs; long/: long-context
-attention. A family's file also defines its configuration with rotary settings and
-windows (`ModelConfig.layer_rope`, `.window`). Its checkpoint mapping is a table in `convert`.
+Flax modules; layers: what layers compute; sites: the named places that can be read and edited;
+edits: their changes; inputs, site_inputs: checks of a step's inputs; long/: long-context attention.
+A family's file also defines its configuration with rotary settings and windows
+(`ModelConfig.layer_rope`, `.window`). Its checkpoint mapping is a table in `convert`.
 docs/add_a_family.md covers all of it.
 """
 
@@ -79,15 +80,18 @@ def run_layer(
     x_BTD: jax.Array,
     position_BT: jax.Array,
     length_B: jax.Array,
+    read: frozenset[str] = frozenset(),
 ) -> Layer:
     """Run one layer on the output of the layers before it, without a cache.
 
-    params: the layer's own. Precision overrides by module path do not apply here.
+    params: the layer's own. Precision overrides by module path do not apply here. read: the sites
+    to record, without the layer's number.
     """
     c: ModelConfig = model.config
     block = get_family(c.model_type).block
     made: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
-    scope = AttentionContext(position_BT, angles=rotary_angles(c, position_BT, length_B))
+    angles = rotary_angles(c, position_BT, length_B)
+    scope = AttentionContext(position_BT, angles=angles, read=read)
     ran: Layer = made.apply({"params": params}, x_BTD, scope)
     return ran
 

@@ -22,7 +22,6 @@ from jaxllm.models.layers import (
     AttentionOutput,
     Layer,
     LayerRunner,
-    MassMode,
     ParallelHooks,
     Trace,
     attend,
@@ -39,6 +38,7 @@ from jaxllm.models.modules import (
     select_columns,
     unembed,
 )
+from jaxllm.models.sites import NO_EDITS, Edits, Visitor
 from jaxllm.ops import compressive
 from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
@@ -159,7 +159,7 @@ class Attention(nn.Module):
     out_name: str = "o_proj"
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> AttentionOutput:
+    def __call__(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv_bias, bias, _ = c.biases
@@ -175,6 +175,7 @@ class Attention(nn.Module):
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
         if c.qk_norm == "each head":
             q, k = self._norm_qk(q, k)
+        q, k, v = visit("attn.q", q), visit("attn.k", k), visit("attn.v", v)
         kind, beside = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
             gate_N = get_param(self, "memory_gate", c.num_attention_heads)
@@ -185,6 +186,7 @@ class Attention(nn.Module):
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
         return attend(
             scope,
+            visit,
             self.layer,
             q,
             k,
@@ -208,13 +210,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP: returns the input of its last linear, and its output."""
+    """Gated MLP."""
 
     config: DecoderConfig
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, visit: Visitor) -> jax.Array:
         c, p = self.config, self.precision
         bias = c.biases[2]
         gate, up = project(
@@ -222,8 +224,9 @@ class MLP(nn.Module):
             Linear(c.intermediate_size, bias, p, name="gate_proj"),
             Linear(c.intermediate_size, bias, p, name="up_proj"),
         )
-        hidden = ops.ACTIVATIONS[c.hidden_act](gate) * up
-        return hidden, Linear(x.shape[-1], bias, p, name="down_proj")(hidden)
+        gate = visit("mlp.pre", gate)
+        hidden = visit("mlp.post", ops.ACTIVATIONS[c.hidden_act](gate) * up)
+        return visit("mlp.output", Linear(x.shape[-1], bias, p, name="down_proj")(hidden))
 
 
 class Block(nn.Module):
@@ -237,21 +240,20 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
         before, after, before_mlp, after_mlp = c.norms
-        normed = scope.gather_tokens(self._norm(before, x))
-        attended = Attention(c, p, self.layer, name="self_attn")(normed, scope)
-        x = self._add_residual(x, self._norm(after, attended.x))
-        mlp_normed = scope.gather_tokens(self._norm(before_mlp, x))
-        hidden, y, router = self._mlp(mlp_normed, scope)
-        x = self._add_residual(x, self._norm(after_mlp, y))
-        memory = attended.memory
-        return Layer(normed, attended, mlp_normed, hidden, y, x, memory, router)
+        visit = scope.visitor(self.layer)
+        x = visit("resid_pre", x)
+        normed = visit("attn_norm", scope.gather_tokens(self._norm(before, x)))
+        attended = Attention(c, p, self.layer, name="self_attn")(normed, scope, visit)
+        y = self._scale_residual(self._norm(after, attended.x))
+        x = visit("resid_mid", x + visit("attn_out", y))
+        normed = visit("mlp_norm", scope.gather_tokens(self._norm(before_mlp, x)))
+        y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, scope, visit)))
+        x = visit("resid_post", x + visit("mlp_out", y))
+        return Layer(attended, x, visit.recorded)
 
-    def _mlp(
-        self, x: jax.Array, scope: AttentionContext
-    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """Return the MLP's hidden channels, output and router scores; None if it has no such."""
-        hidden, y = MLP(self.config, self.precision, name="mlp")(x)
-        return hidden, y, None
+    def _mlp(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> jax.Array:
+        y: jax.Array = MLP(self.config, self.precision, name="mlp")(x, visit)
+        return y
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:
@@ -261,9 +263,9 @@ class Block(nn.Module):
         )(x)
         return normed
 
-    def _add_residual(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _scale_residual(self, y: jax.Array) -> jax.Array:
         scale = self.config.residual_scale
-        return x + y if scale == 1 else x + y * scale
+        return y if scale == 1 else y * scale
 
 
 class Decoder(Model, nn.Module):
@@ -293,7 +295,7 @@ class Decoder(Model, nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: MassMode = False,
+        attention_mass: bool = False,
         *,
         embeddings_BTD: jax.Array | None = None,
         angles: tuple[Angles, ...] | None = None,
@@ -302,6 +304,8 @@ class Decoder(Model, nn.Module):
         memory: tuple[Any, ...] = (),
         hooks: ParallelHooks = NO_PARALLEL,
         row_B: jax.Array | None = None,
+        edits: Edits = NO_EDITS,
+        read: frozenset[str] = frozenset(),
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -314,28 +318,34 @@ class Decoder(Model, nn.Module):
                 T, F]`; None: computed from positions.
             mask_BTS: What each query attends to of all slots and then the new tokens, as in
                 `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
-            document_BT, memory, hooks, row_B: See `AttentionContext`.
+            document_BT, memory, hooks, row_B, edits, read: See `AttentionContext`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
-        embeddings = x = self.finish_embeddings(x, position_BT)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
-        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B)
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, edits, read)
         scope = AttentionContext(position_BT, segments, *told)
+        visit, scale = scope.visitor(None), c.embedding_scale
+        x = visit("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
+        places = self.embed_positions(position_BT)
+        embeddings = x = x if places is None else x + visit("pos_embed", places.astype(x.dtype))
         blocks = [
             self.block(config=c, precision=p, layer=i, name=f"{self.layers}.{i}")
             for i in range(c.num_hidden_layers)
         ]
         layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
-        norm = scope.gather_tokens(self.final_norm(x))
+        norm = visit("final_norm", scope.gather_tokens(self.final_norm(x)))
         logits = unembed(c, p, table, select_columns(norm, column_B))
-        return Trace(embeddings, layers, norm, logits)
+        at_BT = position_BT
+        if column_B is not None:
+            at_BT = jnp.take_along_axis(position_BT, column_B[:, None], axis=1)
+        logits = visit("logits", logits, at_BT)
+        return Trace(embeddings, layers, norm, logits, visit.recorded)
 
-    def finish_embeddings(self, x: jax.Array, position_BT: jax.Array) -> jax.Array:
-        """Return the input of the first layer from the embeddings of the tokens."""
-        scale = self.config.embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+    def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
+        """Return the learned embeddings of positions, `[B, T, D]`; None: there are none."""
+        return None
 
     def final_norm(self, x: jax.Array) -> jax.Array:
         """Apply the final norm to the last layer's output."""
@@ -371,16 +381,14 @@ def decoder_family(
         block=module.block,
         linear_groups=(
             LinearGroup(
-                "attention_norm",
+                "attn_norm",
                 tuple(f"self_attn.{x}_proj" for x in "qkv"),
-                "attention.x",
+                "attn.output",
                 before,
             ),
-            LinearGroup(
-                "attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"
-            ),
-            LinearGroup("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", before_mlp),
-            LinearGroup("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
+            LinearGroup("attn.z", ("self_attn.o_proj",), "attn.output", "self_attn.v_proj"),
+            LinearGroup("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.output", before_mlp),
+            LinearGroup("mlp.post", ("mlp.down_proj",), "mlp.output", "mlp.up_proj"),
         ),
         head_linears=(
             *(ParallelLinear(f"self_attn.{x}_proj", 0, kv_heads_only=x != "q") for x in "qkv"),

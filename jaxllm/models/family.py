@@ -12,9 +12,9 @@ class LinearGroup(NamedTuple):
     """Linears of a layer that share one input.
 
     Attributes:
-        input: The input's name in `layers.Layer`.
+        input: The input's site (`sites.LAYER_SITES`).
         linears: Their paths in the layer.
-        output: The name in `layers.Layer` of what their sublayer adds to the residual stream.
+        output: The site of their sublayer's output.
         source: The module that produces the input, up to an elementwise product; a scale of the
             input's channels can be divided out of its weights. A norm, or a linear whose last rows
             produce it.

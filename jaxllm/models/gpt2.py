@@ -16,6 +16,7 @@ from jaxllm.models.decoder import Decoder
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import AttentionContext, AttentionOutput, Layer, attend
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, UngatedMLP
+from jaxllm.models.sites import Visitor
 from jaxllm.weights.precision import Precision
 
 
@@ -60,12 +61,15 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_1")(x))
-        attended = Attention(c, p, self.layer, name="attn")(normed, scope)
-        x = x + attended.x
-        mlp_normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x))
-        hidden, y = UngatedMLP(c, p, ("c_fc", "c_proj"), name="mlp")(mlp_normed)
-        return Layer(normed, attended, mlp_normed, hidden, y, x + y)
+        visit = scope.visitor(self.layer)
+        x = visit("resid_pre", x)
+        normed = visit("attn_norm", scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_1")(x)))
+        attended = Attention(c, p, self.layer, name="attn")(normed, scope, visit)
+        x = visit("resid_mid", x + visit("attn_out", attended.x))
+        normed = visit("mlp_norm", scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x)))
+        y = UngatedMLP(c, p, ("c_fc", "c_proj"), name="mlp")(normed, visit)
+        x = visit("resid_post", x + visit("mlp_out", y))
+        return Layer(attended, x, visit.recorded)
 
 
 class Attention(nn.Module):
@@ -76,18 +80,18 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> AttentionOutput:
+    def __call__(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, 3, c.num_attention_heads, c.head_dim), 2, 0)
+        q, k, v = visit("attn.q", q), visit("attn.k", k), visit("attn.v", v)
         scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= self.layer + 1
         project_out = Linear(D, True, p, name="c_proj")
-        return attend(
-            scope, self.layer, q, k, v, project_out, cache_dtype=p.cache, scale=scale, window=None
-        )
+        rules: Any = {"cache_dtype": p.cache, "scale": scale, "window": None}
+        return attend(scope, visit, self.layer, q, k, v, project_out, **rules)
 
 
 class GPT2(Decoder):
@@ -101,12 +105,10 @@ class GPT2(Decoder):
     layers = "h"
     token_table = "wte"
 
-    def finish_embeddings(self, x: jax.Array, position_BT: jax.Array) -> jax.Array:
+    def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
         c = self.config
-        places, _ = Embedding(c.max_position_embeddings, c.hidden_size, name="wpe")(
-            jnp.maximum(position_BT, 0)
-        )
-        return x + places.astype(x.dtype)
+        table = Embedding(c.max_position_embeddings, c.hidden_size, name="wpe")
+        return table(jnp.maximum(position_BT, 0))[0]
 
     def final_norm(self, x: jax.Array) -> jax.Array:
         y: jax.Array = LayerNorm(self.config.norm_eps, name="ln_f")(x)
@@ -127,10 +129,10 @@ FAMILY = Family(
     norm="ln_f",
     block=Block,
     linear_groups=(
-        LinearGroup("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
-        LinearGroup("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
-        LinearGroup("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
-        LinearGroup("mlp_hidden", ("mlp.c_proj",), "mlp", None),
+        LinearGroup("attn_norm", ("attn.c_attn",), "attn.output", "ln_1"),
+        LinearGroup("attn.z", ("attn.c_proj",), "attn.output", "attn.c_attn"),
+        LinearGroup("mlp_norm", ("mlp.c_fc",), "mlp.output", "ln_2"),
+        LinearGroup("mlp.post", ("mlp.c_proj",), "mlp.output", None),
     ),
     head_linears=(
         ParallelLinear("attn.c_attn", 0, fused_parts=3),

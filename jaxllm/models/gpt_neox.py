@@ -41,16 +41,18 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
+        visit = scope.visitor(self.layer)
+        x = visit("resid_pre", x)
         normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="input_layernorm")(x))
-        attended = Attention(c, p, self.layer, out_name="dense", name="attention")(normed, scope)
-        after = x + attended.x
+        attention = Attention(c, p, self.layer, out_name="dense", name="attention")
+        attended = attention(visit("attn_norm", normed), scope, visit)
+        after = visit("resid_mid", x + visit("attn_out", attended.x))
         read = x if c.use_parallel_residual else after
-        mlp_normed = scope.gather_tokens(
-            LayerNorm(c.norm_eps, name="post_attention_layernorm")(read)
-        )
+        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="post_attention_layernorm")(read))
         mlp = UngatedMLP(c, p, ("dense_h_to_4h", "dense_4h_to_h"), name="mlp")
-        hidden, y = mlp(mlp_normed)
-        return Layer(normed, attended, mlp_normed, hidden, y, after + y)
+        y = mlp(visit("mlp_norm", normed), visit)
+        x = visit("resid_post", after + visit("mlp_out", y))
+        return Layer(attended, x, visit.recorded)
 
 
 class GPTNeoX(Decoder):
@@ -81,10 +83,10 @@ FAMILY = Family(
     norm="final_layer_norm",
     block=Block,
     linear_groups=(
-        LinearGroup("attention_norm", _QKV, "attention.x", "input_layernorm"),
-        LinearGroup("attention.heads", ("attention.dense",), "attention.x", "attention.v_proj"),
-        LinearGroup("mlp_norm", ("mlp.dense_h_to_4h",), "mlp", "post_attention_layernorm"),
-        LinearGroup("mlp_hidden", ("mlp.dense_4h_to_h",), "mlp", None),
+        LinearGroup("attn_norm", _QKV, "attn.output", "input_layernorm"),
+        LinearGroup("attn.z", ("attention.dense",), "attn.output", "attention.v_proj"),
+        LinearGroup("mlp_norm", ("mlp.dense_h_to_4h",), "mlp.output", "post_attention_layernorm"),
+        LinearGroup("mlp.post", ("mlp.dense_4h_to_h",), "mlp.output", None),
     ),
     head_linears=(
         *(ParallelLinear(path, 0) for path in _QKV),

@@ -1,7 +1,7 @@
 """What layers compute, and what they receive; `attend` dispatches on the kind of attention."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -15,11 +15,17 @@ from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.models.long import ATTENTION_KINDS
 from jaxllm.models.long.infini import MemoryInputs
-from jaxllm.ops.masked import attend_with_mask, attention_weights, document_mask
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, Visitor, split_name
+from jaxllm.ops.masked import (
+    attend_with_mask,
+    attention_scores,
+    document_mask,
+    softmax_weights,
+    weigh_values,
+)
 from jaxllm.ops.self_extend import attend_self_extend
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines per token, [B, T, F]
-MassMode = bool | Literal["heads"]  # none, summed over queries and heads, or all weights
 
 
 class AttendFunction(Protocol):
@@ -68,24 +74,31 @@ class AttentionContext(NamedTuple):
         segments: Of the cache, oldest first.
         mask_BTS: What each query attends to of all slots and then the new tokens, as in
             `attend_with_mask`; replaces positions and windows.
-        mass: Which attention mass to return; none under a mask or with documents.
+        mass: Whether to return the attention mass; none under a mask or with documents.
         angles: Cosines and sines for each of `ModelConfig.ropes`.
         document_BT: int32, the document of each new token, which attends to new tokens of the same
             document only, and to all of the cache.
         memory: Each layer's memory of earlier text; empty for none.
         hooks: Hooks if tokens are sharded over devices.
         row_B: int32, which row of the segments each row of tokens reads; None: its own.
+        edits, read: What to change, and the sites to record in every layer.
     """
 
     position_BT: jax.Array
     segments: tuple[Segment, ...] = ()
     mask_BTS: jax.Array | None = None
-    mass: MassMode = False
+    mass: bool = False
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
     memory: tuple[Any, ...] = ()
     hooks: ParallelHooks = NO_PARALLEL
     row_B: jax.Array | None = None
+    edits: Edits = NO_EDITS
+    read: frozenset[str] = frozenset()
+
+    def visitor(self, layer: int | None) -> Visitor:
+        """Return the visitor of a layer's sites; None: of the model's."""
+        return Visitor(layer, self.position_BT, self.edits, self.read)
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
@@ -93,63 +106,59 @@ class AttentionContext(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention computes, in order.
+    """What attention returns, besides what its sites record.
 
     Attributes:
-        q: `[B, T, N, H]`, after rotation.
         k, v: `[B, T, K, H]`, in the cache's dtype.
-        heads: The weighted sums of values, `[B, T, N, H]`.
-        x: Their output projection, `[B, T, D]`.
-        mass: Attention received by every slot and new token, float32 `[B, S + T]`, or the weights
-            of each head and query, `[B, N, T, S + T]`; None unless requested.
+        x: The output projection, `[B, T, D]`.
+        mass: Attention received by every slot and new token, float32 `[B, S + T]`; None unless
+            requested.
         memory: The memory after these tokens, if the kind of attention has one.
     """
 
-    q: jax.Array
     k: ops.Entries
     v: ops.Entries
-    heads: jax.Array
     x: jax.Array
-    mass: jax.Array | None
+    mass: jax.Array | None = None
     memory: Any = None
 
 
 class Layer(NamedTuple):
-    """What a block computes, in order, each `[B, T, D]`.
-
-    Together, `attention_norm`, `attention.heads`, `mlp_norm` and `mlp_hidden` are the inputs of all
-    linears, as calibration needs them.
+    """What a block returns.
 
     Attributes:
-        mlp_hidden: The input of the MLP's last linear, `[B, T, F]`; None in a mixture of experts,
-            whose experts have different tokens.
-        x: The block's output, including the residual.
-        memory: The layer's memory so far, `[B, ...]` (`ModelConfig.memory_shape`).
-        router: In a mixture of experts, each token's scores, float32 `[B, T, E]`.
+        x: The block's output, including the residual, `[B, T, D]`.
+        sites: The arrays of the sites that are read (`sites.LAYER_SITES`).
     """
 
-    attention_norm: jax.Array
     attention: AttentionOutput
-    mlp_norm: jax.Array
-    mlp_hidden: jax.Array | None
-    mlp: jax.Array
     x: jax.Array
-    memory: Any = None
-    router: jax.Array | None = None
+    sites: dict[str, jax.Array]
 
 
 class Trace(struct.PyTreeNode):
-    """All activations of a forward pass; under `jit`, XLA removes those that are not used.
+    """What a forward pass computes; under `jit`, XLA removes what is not used.
 
     Attributes:
         embeddings, norm: `[B, T, D]`; `norm` is the final norm's output.
         logits: float32 `[B, T, V]`, or `[B, 1, V]` if one column was selected.
+        sites: The arrays of the model's own sites that are read (`sites.MODEL_SITES`).
     """
 
     embeddings: jax.Array
     layers: tuple[Layer, ...]
     norm: jax.Array
     logits: jax.Array
+    sites: dict[str, jax.Array] = struct.field(default_factory=dict)
+
+    def read_sites(self, names: Sequence[str]) -> dict[str, jax.Array]:
+        """Return the arrays of sites by full name."""
+        own = {**self.sites, "final_norm": self.norm, "logits": self.logits}
+        found = {}
+        for name in names:
+            layer, site = split_name(name)
+            found[name] = (own if layer is None else self.layers[layer].sites)[site]
+        return found
 
     @property
     def hidden_states(self) -> tuple[jax.Array, ...]:
@@ -177,7 +186,7 @@ class Trace(struct.PyTreeNode):
     @property
     def memory(self) -> tuple[Any, ...]:
         """The layers' memories; empty if none has one."""
-        kept = tuple(layer.memory for layer in self.layers)
+        kept = tuple(layer.attention.memory for layer in self.layers)
         return kept if any(x is not None for x in kept) else ()
 
     @property
@@ -189,6 +198,7 @@ class Trace(struct.PyTreeNode):
 
 def attend(
     scope: AttentionContext,
+    visit: Visitor,
     layer: int,
     q: jax.Array,
     k: jax.Array,
@@ -220,56 +230,98 @@ def attend(
         ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
             devices with a mask or attention mass.
     """
+    q, k = visit("attn.rot_q", q), visit("attn.rot_k", k)
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # Round new keys and values as the cache will, so that a token attends to the same numbers
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
-    mask_BTS = scope.mask_BTS
-    special = (scope.hooks.attend, kind, self_extend, scope.document_BT, mask_BTS)
-    if scope.mass or any(x is not None for x in special):
+    special = (scope.hooks.attend, kind, self_extend, scope.document_BT, scope.mask_BTS)
+    if visit.touches(*WEIGHT_SITES) or any(x is not None for x in special):
         parts = list(ops.take_rows(parts, scope.row_B))
         scope = scope._replace(row_B=None)
+    mass, memory = None, None
+    rules: Any = {"scale": scale, "cap": cap}
     if scope.hooks.attend is not None:
-        at, documents = scope.position_BT, scope.document_BT
-        if mask_BTS is not None or scope.mass is not False:
+        if scope.mask_BTS is not None or scope.mass or visit.touches(*WEIGHT_SITES):
             raise ConfigError(
                 "a text that is sharded over devices (sequence=) supports neither masks nor"
-                " attention mass. Use a mesh without sequence"
+                " attention mass, scores or weights. Use a mesh without sequence"
             )
-        out, new = scope.hooks.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
-        x = project_out(out.reshape(*out.shape[:2], -1))
-        return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, None)
-    if kind is not None:
+        at, documents = scope.position_BT, scope.document_BT
+        out, new = scope.hooks.attend(q, at, parts, documents, window=window, **rules)
+    elif kind is not None:
         attend_long = ATTENTION_KINDS[kind.kind]
-        out, mass, memory = attend_long(kind, scope, q, parts, memory_inputs, scale=scale, cap=cap)
-        x = project_out(out.reshape(*out.shape[:2], -1))
-        return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, mass, memory)
-    if self_extend is not None and (mask_BTS is not None or scope.document_BT is not None):
-        raise ConfigError(
-            "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
-            " exported graphs. Use the model without it"
-        )
-    if scope.document_BT is not None:
-        mask_BTS = document_mask(scope.position_BT, parts, scope.document_BT, window=window)
-    if mask_BTS is not None:
-        out, mass = attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
+        out, mass, memory = attend_long(kind, scope, visit, q, parts, memory_inputs, **rules)
     elif self_extend is not None:
-        if scope.mass == "heads":
-            raise ConfigError("Self-Extend does not support attention_weights. Use attention_mass")
-        at, summed = scope.position_BT, scope.mass is True
+        if scope.mask_BTS is not None or scope.document_BT is not None:
+            raise ConfigError(
+                "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
+                " exported graphs. Use the model without it"
+            )
+        if visit.touches(*WEIGHT_SITES):
+            raise ConfigError(
+                "Self-Extend does not support attention_weights, attn.scores or attn.pattern."
+                " Use attention_mass"
+            )
         out, mass = attend_self_extend(
-            q, at, parts, rope=self_extend, scale=scale, window=window, cap=cap, mass=summed
+            q, scope.position_BT, parts, rope=self_extend, window=window, mass=scope.mass, **rules
         )
     else:
-        at, summed = scope.position_BT, scope.mass is True
-        rules: Any = {"scale": scale, "window": window, "cap": cap}
-        out, mass = ops.attend(q, at, parts, **rules, mass=summed, row_B=scope.row_B)
-        if scope.mass == "heads":
-            mass = attention_weights(q, at, parts, **rules)
-    x = project_out(out.reshape(*out.shape[:2], -1))
-    return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+        out, mass = _attend_dense(scope, visit, q, parts, window=window, **rules)
+    out = visit("attn.z", out)
+    if visit.reads("attn.result"):
+        visit("attn.result", _head_outputs(out, project_out))
+    x = visit("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
+    return AttentionOutput(new.k_BSKH, new.v_BSKH, x, mass, memory)
+
+
+def _attend_dense(
+    scope: AttentionContext,
+    visit: Visitor,
+    q: jax.Array,
+    parts: list[ops.Part],
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the heads `[B, T, N, H]`, and the attention mass if it is requested.
+
+    Scores and weights exist only if they are read or edited. Reading them leaves the heads as they
+    are; if they are edited, the heads are computed from them.
+    """
+    at, mask_BTS = scope.position_BT, scope.mask_BTS
+    if scope.document_BT is not None:
+        mask_BTS = document_mask(at, parts, scope.document_BT, window=window)
+    weight_BNTS = None
+    if visit.touches(*WEIGHT_SITES):
+        score_BNTS = attention_scores(q, at, parts, mask_BTS, scale=scale, window=window, cap=cap)
+        weight_BNTS = softmax_weights(visit("attn.scores", score_BNTS))
+        weight_BNTS = visit("attn.pattern", weight_BNTS)
+    if weight_BNTS is not None and visit.edits(*WEIGHT_SITES):
+        mass = weight_BNTS.sum(axis=(1, 2)) if scope.mass else None
+        return weigh_values(weight_BNTS, parts, q.dtype), mass
+    if mask_BTS is not None:
+        return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
+    rules: Any = {"scale": scale, "window": window, "cap": cap}
+    return ops.attend(q, at, parts, **rules, mass=scope.mass, row_B=scope.row_B)
+
+
+def _head_outputs(
+    heads_BTNH: jax.Array, project_out: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Return each head's part of the output projection without its bias, `[B, T, N, D]`.
+
+    It projects each head with zeros for the others, so that weights may have any type.
+    """
+    B, T, N, H = heads_BTNH.shape
+    own_NN = jnp.eye(N, dtype=heads_BTNH.dtype)
+    each_NBTNH = heads_BTNH[None] * own_NN[:, None, None, :, None]
+    y_ATD = project_out(each_NBTNH.reshape(N * B, T, N * H))
+    bias_11D = project_out(jnp.zeros((1, 1, N * H), heads_BTNH.dtype))
+    return jnp.moveaxis((y_ATD - bias_11D).reshape(N, B, T, -1), 0, 2)
 
 
 class LayerRunner(Protocol):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.models.sites import Visitor
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
@@ -63,17 +64,18 @@ def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
 
 
 class UngatedMLP(nn.Module):
-    """Two linears with biases: returns the input of the second, and its output."""
+    """Two linears with biases."""
 
     config: ModelConfig
     precision: Precision
     names: tuple[str, str]  # of the linears
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, visit: Visitor) -> jax.Array:
         c, p, (first, second) = self.config, self.precision, self.names
-        hidden = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name=first)(x))
-        return hidden, Linear(x.shape[-1], True, p, name=second)(hidden)
+        before = visit("mlp.pre", Linear(c.intermediate_size, True, p, name=first)(x))
+        hidden = visit("mlp.post", ops.ACTIVATIONS[c.hidden_act](before))
+        return visit("mlp.output", Linear(x.shape[-1], True, p, name=second)(hidden))
 
 
 class Embedding(nn.Module):

@@ -21,6 +21,7 @@ from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param
+from jaxllm.models.sites import Visitor
 from jaxllm.ops.row_sums import row_sum, softmax
 from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.formats import as_weight
@@ -165,22 +166,20 @@ class MoE(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the weighted sum of expert outputs, and the router's scores, float32 `[B, T, E]`.
-
-        Padding (position -1) uses no expert.
-        """
+    def __call__(self, x: jax.Array, position_BT: jax.Array, visit: Visitor) -> jax.Array:
+        """Return the weighted sum of expert outputs. Padding (position -1) uses no expert."""
         c, p = self.config, self.precision
         B, T, D = x.shape
         k, x_TD = c.num_experts_per_tok, x.reshape(-1, D)
         score_TE = Linear(c.num_experts, False, p, out_dtype="float32", name="gate")(x_TD)
+        score_TE = visit("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
         weight_Tk, expert_Tk = route(score_TE, k, c.normalize_topk)
         expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
         if c.capacity_factor is not None:
             expert_Tk = apply_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
         # After a reduce-scatter, a device has only its own tokens.
-        return y_TD.astype(x.dtype).reshape(B, -1, D), score_TE.reshape(B, T, -1)
+        return visit("mlp.output", y_TD.astype(x.dtype).reshape(B, -1, D))
 
 
 class Block(decoder.Block):
@@ -188,13 +187,11 @@ class Block(decoder.Block):
 
     config: MoEConfig
 
-    def _mlp(
-        self, x: jax.Array, scope: AttentionContext
-    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+    def _mlp(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> jax.Array:
         if not self.config.is_moe_layer(self.layer):
-            return super()._mlp(x, scope)
-        mixture = MoE(self.config, self.precision, name="mlp")
-        return None, *mixture(x, scope.position_BT)
+            return super()._mlp(x, scope, visit)
+        y: jax.Array = MoE(self.config, self.precision, name="mlp")(x, scope.position_BT, visit)
+        return y
 
 
 class MoEDecoder(Decoder):

@@ -12,27 +12,46 @@ from jaxllm.ops.attention import Part, soft_cap, visible
 from jaxllm.ops.kv_quant import concat_slots, dequantize
 
 
-def attention_weights(
+def attention_scores(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: Sequence[Part],
+    mask_BTS: jax.Array | None = None,
     *,
     scale: float,
     window: int | None,
     cap: float | None = None,
 ) -> jax.Array:
-    """Return the softmax weights of `ops.attend`, float32 `[B, N, T, S]` over all slots.
+    """Return the scores of `ops.attend`, scaled and soft-capped, float32 `[B, N, T, S]`.
 
-    Zero for slots that a query does not attend to. All B x N x T x S numbers are stored at once.
+    -inf for slots that a query does not attend to. All B x N x T x S numbers are stored at once.
+
+    Args:
+        mask_BTS: bool, in place of positions and window.
     """
     B, T, N, _ = q_BTNH.shape
     k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     score_BKGTS = soft_cap(_scores(q_BTNH, k_BSKH, scale), cap)
-    position_BS = concat_slots([p.position_BS for p in parts], B)
-    seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
-    score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
-    weight_BKGTS = jnp.where(seen_BKGTS, jax.nn.softmax(score_BKGTS, axis=-1), 0.0)
-    return weight_BKGTS.reshape(B, N, T, -1)
+    if mask_BTS is None:
+        position_BS = concat_slots([p.position_BS for p in parts], B)
+        mask_BTS = visible(position_BT, position_BS, window=window)
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, -jnp.inf)
+    return score_BKGTS.reshape(B, N, T, -1)
+
+
+def softmax_weights(score_BNTS: jax.Array) -> jax.Array:
+    """Return the softmax over slots; zeros, never NaN, for a query whose scores are all -inf."""
+    return jnp.where(jnp.isneginf(score_BNTS), 0.0, jax.nn.softmax(score_BNTS, axis=-1))
+
+
+def weigh_values(weight_BNTS: jax.Array, parts: Sequence[Part], dtype: jnp.dtype) -> jax.Array:
+    """Return the weighted sums of the values of all parts, `[B, T, N, H]` in `dtype`."""
+    B, N, T, S = weight_BNTS.shape
+    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
+    used_BS = concat_slots([p.position_BS for p in parts], B) >= 0
+    v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, 0.0)  # zero times NaN is NaN
+    weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, S)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH).reshape(B, T, N, -1).astype(dtype)
 
 
 def document_mask(

@@ -44,14 +44,16 @@ class CallSharding:
     Attributes:
         columns: Tokens per row.
         single_column: Whether logits are of one column per row.
-        mass: The attention mass that the call returns, as `attention_mass` of a model.
+        mass: Whether the call returns attention mass.
+        read: The sites that the call records.
     """
 
     model: ModelSharding
     batch: int
     columns: int
     single_column: bool
-    mass: Any
+    mass: bool
+    read: frozenset[str] = frozenset()
 
     @property
     def axes(self) -> MeshSpec:
@@ -107,12 +109,14 @@ class CallSharding:
             if self.token_slice is not None:
                 run_local = partial(sequence_parallel.run, run_local, self.token_slice)
             trace = self.context_parallel.run(run_local, row_inputs, whole, past)
-            return _sum_mass(trace) if self.mass is True else trace
+            return _sum_mass(trace) if self.mass else trace
 
         row_specs = {
             name: P(self.row_axes, *partition_specs.column_axes(name, self.context_parallel.axis))
             for name in row_inputs
         }
+        if "edits" in row_inputs:
+            row_specs["edits"] = jax.tree.map(self._row_spec, row_inputs["edits"])
         run_sharded = jax.shard_map(
             run,
             mesh=build_mesh(self.axes),
@@ -125,6 +129,10 @@ class CallSharding:
             check_vma=False,
         )
         return self._merge_trace(run_sharded(local.params, row_inputs, cached, past))
+
+    def _row_spec(self, x: jax.Array) -> P:
+        """Return the spec of an array of edits, `[B or 1, ...]`."""
+        return P(self.row_axes if x.shape[0] == self.batch else None)
 
     def _cache_specs(self, cached: Mapping[str, Any]) -> dict[str, Any]:
         specs = {
@@ -142,10 +150,10 @@ class CallSharding:
             self.row_axes,
             self.axes,
             self.context_parallel.axis,
-            layers=len(self.model.layer_table[0]),
+            layers=[n for n in self.model.layer_table[0] if n is not None],
             single_column=self.single_column,
             vocab_axes=self.vocab_axes,
-            by_head=self.mass == "heads",
+            read=self.read,
         )
 
     def _merge_trace(self, trace: Trace) -> Trace:
@@ -154,13 +162,14 @@ class CallSharding:
         if self.model.sharded_logits:  # the shards of an indivisible vocabulary end beyond it
             trace = trace.replace(logits=trace.logits[..., : self.model.config.vocab_size])
         if not self.model.sharded_rows:
-            outputs = {n: self._replicate(getattr(trace, n)) for n in ("embeddings", "norm")}
+            names = ("embeddings", "norm", "sites")
+            outputs = {n: jax.tree.map(self._replicate, getattr(trace, n)) for n in names}
             outputs["logits"] = partition_specs.replicate_for_host(
                 trace.logits, self.axes, P(None, None, self.vocab_axes)
             )
             trace = trace.replace(layers=tuple(map(self._replicate_layer, trace.layers)), **outputs)
         if self.axes.stage > 1:
-            return unstack_trace(trace, self.model.layer_table, self.mass)
+            return unstack_trace(trace, self.model.layer_table)
         splits_tokens = self.axes.sequence_parallel or self.axes.sequence > 1
         return SplitTrace(**vars(trace)) if splits_tokens and self.columns > 1 else trace
 
@@ -170,7 +179,8 @@ class CallSharding:
     def _replicate_layer(self, layer: Layer) -> Layer:
         mass = jax.tree.map(self._replicate, layer.attention.mass)
         attention = layer.attention._replace(mass=mass)
-        return layer._replace(x=self._replicate(layer.x), attention=attention)
+        sites = jax.tree.map(self._replicate, layer.sites)
+        return Layer(attention, self._replicate(layer.x), sites)
 
 
 def _sum_mass(trace: Trace) -> Trace:

@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionOutput, Layer, Trace
+from jaxllm.models.site_inputs import layer_sites
+from jaxllm.models.sites import MODEL_SITES, SITES
 from jaxllm.runtime.multihost import is_multiprocess
 from jaxllm.sharding.context_parallel.dispatch import AXIS as SEQUENCE
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
@@ -24,6 +27,7 @@ from jaxllm.sharding.partition_rules import (
     AxisNames,
     PartitionRule,
 )
+from jaxllm.sharding.pipeline.stage_layers import stage_axis
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import block_spec, lora_rules, map_nested
 from jaxllm.weights.types.base import WeightBase
@@ -153,31 +157,40 @@ def trace_specs(
     axes: MeshSpec,
     split: str | None = None,
     *,
-    layers: int,
+    layers: Sequence[int],
     single_column: bool,
     vocab_axes: AxisNames,
-    by_head: bool,
+    read: frozenset[str],
 ) -> Any:
     """Return the specs of a model's trace.
 
     Args:
         split: the axis that splits tokens.
-        layers: the number of layers of one stage. The other stages' arrays are concatenated with
-            them on the axis of heads or features (for mass: slots).
+        layers: the numbers of the layers of the first stage. The other stages' arrays are
+            concatenated with theirs on the axis of heads or features (for mass: slots).
         single_column: whether logits are of one column.
         vocab_axes: the axes that split logits.
-        by_head: whether mass is given for each head.
+        read: the sites that are read.
     """
     stream, each = P(rows, split), P(rows, split, STAGE_AXES)
-    heads = P(rows, split, (*STAGE_AXES, *HEAD_AXES))
     kept = P(rows, None if axes.use_ulysses else split, cache_head_axes(axes))
-    mass = P(rows, (*STAGE_AXES, *HEAD_AXES)) if by_head else P(rows, STAGE_AXES)
-    found: list[Any] = []
-    for memory in memory_specs(config, rows)[:layers]:
-        attended: list[Any] = [heads, kept, kept, heads, each, mass, memory]
-        fields: dict[str, Any] = dict.fromkeys(Layer._fields, each)
-        fields |= {"attention": AttentionOutput(*attended), "mlp_hidden": heads, "memory": memory}
-        found.append(Layer(**fields))
+    memory, found = memory_specs(config, rows), list[Any]()
+    for number in layers:
+        attended: list[Any] = [kept, kept, each, P(rows, STAGE_AXES), memory[number]]
+        sites = {
+            x: site_spec(x, rows, split) for x in read.intersection(layer_sites(config, number))
+        }
+        x: Any = each
+        found.append(Layer(AttentionOutput(*attended), x, sites))
     logits: Any = P(rows, None if single_column else split, vocab_axes or None)
     whole: Any = stream
-    return Trace(embeddings=whole, layers=tuple(found), norm=whole, logits=logits)
+    own: Any = {site: whole for site in read.intersection(MODEL_SITES)}
+    return Trace(embeddings=whole, layers=tuple(found), norm=whole, logits=logits, sites=own)
+
+
+def site_spec(site: str, rows: RowAxes, split: str | None) -> Any:
+    """Return the spec of the array at a layer's site, as for `trace_specs`."""
+    axes, at = SITES[site].axes, stage_axis(site)
+    over = {"N": HEAD_AXES, "F": HEAD_AXES, "K": KV_HEAD_AXES}.get(axes[at], ())
+    split_axes: dict[int, Any] = {0: rows, axes.index("T"): split, at: (*STAGE_AXES, *over)}
+    return P(*(split_axes[i] for i in range(3)))

@@ -1,7 +1,7 @@
 """A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
+from jaxllm.models.sites import SITES, split_name
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.call import CallSharding
 from jaxllm.sharding.context_parallel import sequence_parallel
@@ -59,9 +60,10 @@ class ShardedModel(ModelSharding, Model):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: Any = False,
+        attention_mass: bool = False,
         *,
         memory: tuple[Any, ...] = (),
+        read: frozenset[str] = frozenset(),
         **extra: Any,
     ) -> Trace:
         """Return what the module's `__call__` returns. `extra` are its further inputs by row."""
@@ -74,9 +76,9 @@ class ShardedModel(ModelSharding, Model):
         }
         cached = {"segments": segments} | ({"memory": memory} if memory else {})
         batch, columns = token_BT.shape
-        call = CallSharding(self, batch, columns, column_B is not None, attention_mass)
+        call = CallSharding(self, batch, columns, column_B is not None, attention_mass, read)
         local = LocalParams(self, variables["params"], call.row_axes, call.token_slice)
-        apply = partial(local_module(self).apply, attention_mass=attention_mass)
+        apply = partial(local_module(self).apply, attention_mass=attention_mass, read=read)
         return call.run(apply, local, row_inputs, cached)
 
     @property
@@ -108,6 +110,21 @@ class ShardedModel(ModelSharding, Model):
 
     def gather_lazy(self, params: Params) -> Params:
         return gather_lazy(params, self.unsharded_paths)
+
+    def check_sites(self, read: Sequence[str] = (), edited: Sequence[str] = ()) -> None:
+        is_split = self.axes.stage > 1 or self.axes.sequence > 1 or self.axes.sequence_parallel
+        over = self.axes.num_shards(HEAD_AXES)
+        for name in read:
+            if over > 1 and name.endswith(".attn.result"):
+                raise ConfigError(f"site {name} cannot be read with tensor={over}. Read attn.z")
+        for name in edited:
+            is_sharded = over > 1 and not {"D", "E", "V"} & {*SITES[split_name(name)[1]].axes}
+            if is_split or is_sharded:
+                raise ConfigError(
+                    f"site {name} cannot be edited on mesh {self.axes}, where no device has all of"
+                    " it. Use a mesh of data only, or"
+                    + (" one without stage, sequence and :tokens" if is_split else " attn_out")
+                )
 
     def num_data_shards(self, rows: int) -> int:
         return self.axes.num_shards(partition_specs.find_row_axes(self.axes, rows) or ())

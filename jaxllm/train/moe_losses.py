@@ -67,9 +67,9 @@ class BalancedLoss:
     def __call__(
         self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
-        trace = forward(model, params, rows)
+        trace = forward(model, params, rows, read=("router",))
         total, weight = next_token_loss(model, params, trace, rows.label_BT)
-        scores = [layer.router for layer in trace.layers if layer.router is not None]
+        scores = [layer.sites["router"] for layer in trace.layers if "router" in layer.sites]
         config: Any = model.config
         count = config.num_experts_per_tok
         added = weight * router_loss(scores, rows.position_BT >= 0, count, by_layer=self.by_layer)

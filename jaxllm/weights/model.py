@@ -3,7 +3,7 @@
 The cache room asks it too, so it is in a room below.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config.model import ModelConfig
@@ -73,6 +73,9 @@ class Model:
         there.
         """
         return (path,)
+
+    def check_sites(self, read: Sequence[str] = (), edited: Sequence[str] = ()) -> None:
+        """Raise ConfigError for sites (full names) that this model cannot read or edit."""
 
     def num_data_shards(self, rows: int) -> int:
         """Return how many devices split `rows` rows of the input."""

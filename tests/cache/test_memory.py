@@ -59,7 +59,8 @@ class Counting(Decoder):
             seen_BTV if column_B is None else seen_BTV[jnp.arange(len(column_B)), column_B][:, None]
         )
         *rest, last = trace.layers
-        last = last._replace(memory={"seen": seen_BTV[:, -1]})
+        attention = last.attention._replace(memory={"seen": seen_BTV[:, -1]})
+        last = last._replace(attention=attention)
         return trace.replace(layers=(*rest, last), logits=trace.logits + shown)
 
 

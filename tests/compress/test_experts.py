@@ -111,10 +111,12 @@ def _routed_inputs(lm: LM, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the second layer's MoE inputs and each token's experts, chosen in NumPy."""
     at = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
     length = np.full(len(rows), rows.shape[1], np.int32)
-    trace: Any = lm.model.apply({"params": lm.params}, rows, at, length)
-    score_RE = np.asarray(trace.layers[1].router).reshape(-1, 7)
+    read = frozenset({"router", "mlp_norm"})
+    trace: Any = lm.model.apply({"params": lm.params}, rows, at, length, read=read)
+    sites = trace.layers[1].sites
+    score_RE = np.asarray(sites["router"]).reshape(-1, 7)
     expert_RE = np.argsort(-score_RE, axis=1, kind="stable")
-    return np.asarray(trace.layers[1].mlp_norm).reshape(len(score_RE), -1), expert_RE[:, :3]
+    return np.asarray(sites["mlp_norm"]).reshape(len(score_RE), -1), expert_RE[:, :3]
 
 
 def _silu(x: np.ndarray) -> np.ndarray:

@@ -77,8 +77,9 @@ def test_svd_llm_beats_svd_at_equal_size(lm: LM, tmp_path: Path) -> None:
     same(again.params, made["svdllm 60%"].params)
     # The first linears have equal inputs in every model, so the bound is exact for them.
     q_proj = "layers.0.self_attn.q_proj.weight"
-    trace = salience.trace(lm.model, lm.params, TEXT.token_NT)
-    x_RI = np.asarray(trace.layers[0].attention_norm, np.float64).reshape(-1, 40)
+    site = "blocks.0.attn_norm"
+    sites = jaxllm.forward(lm.model, lm.params, None, TEXT.token_NT, read=[site]).sites
+    x_RI = np.asarray(sites[site], np.float64).reshape(-1, 40)
     weight = np.asarray(leaves(lm)[q_proj], np.float64)
     missed = {
         line: np.linalg.norm(

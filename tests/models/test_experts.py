@@ -183,10 +183,11 @@ def test_tokens_are_batch_independent_and_padding_is_skipped(
     ids = tokens(3, 5)
     at = np.where(np.arange(5) < [[5], [3], [0]], np.arange(5), -1).astype(np.int32)
     length = np.array([5, 3, 0], np.int32)
-    run = jax.jit(lambda *given: twin.model.apply({"params": twin.params}, *given))
+    read = frozenset({"mlp.output"})
+    run = jax.jit(lambda *given: twin.model.apply({"params": twin.params}, *given, read=read))
     batched, single = run(ids, at, length), run(ids[:1], at[:1], length[:1])
     np.testing.assert_allclose(batched.logits[:1], single.logits, rtol=1e-5, atol=1e-5)
-    mlp = np.asarray(batched.layers[0].mlp)
+    mlp = np.asarray(batched.layers[0].sites["mlp.output"])
     np.testing.assert_array_equal(mlp.any(axis=2), at >= 0)
 
 
@@ -243,10 +244,13 @@ def test_dropped_tokens_pass_through_residual() -> None:
     tight = models.build(replace(model.config, capacity_factor=1e-9))  # one token per expert
     ids = tokens(1, 30)
     at, length = np.arange(30, dtype=np.int32)[None], np.full(1, 30, np.int32)
-    free, bound = (m.apply({"params": params}, ids, at, length).layers[0] for m in (model, tight))
-    dropped = ~np.asarray(bound.mlp).any(axis=2)[0]
+    read = frozenset({"mlp.output"})
+    free, bound = (
+        m.apply({"params": params}, ids, at, length, read=read).layers[0] for m in (model, tight)
+    )
+    dropped = ~np.asarray(bound.sites["mlp.output"]).any(axis=2)[0]
     assert 20 <= dropped.sum() < 30
-    stream = np.asarray(free.x - free.mlp)
+    stream = np.asarray(free.x - free.sites["mlp.output"])
     np.testing.assert_allclose(np.asarray(bound.x)[0, dropped], stream[0, dropped], atol=1e-5)
 
 

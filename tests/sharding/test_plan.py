@@ -11,6 +11,7 @@ import pytest
 from jaxllm.cache.kv import init_cache
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
+from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import native
 from jaxllm.plan.collective import Collective, Step, rows_per_device
 from jaxllm.plan.communication import step_collectives
@@ -238,10 +239,10 @@ def collectives(model: Any, params: Any, cache: Any, tokens: int) -> dict[str, t
 
 def compiled(model: Any, params: Any, cache: Any, tokens: int, **how: Any) -> Any:
     token_BT = jnp.zeros((cache.batch, tokens), jnp.int32)
-    given: Any = (cache, (), model, params, token_BT, token_BT, False)
+    given: Any = (cache, (), model, params, token_BT, token_BT, NO_EDITS, False)
     if tokens == 1:
-        return jax.jit(_decode_step, static_argnums=(2, 6), **how).lower(*given).compile()
-    return jax.jit(_prefill, static_argnums=(2, 6, 7), **how).lower(*given, tokens).compile()
+        return jax.jit(_decode_step, static_argnums=(2, 7, 8), **how).lower(*given, ()).compile()
+    return jax.jit(_prefill, static_argnums=(2, 7, 8, 9), **how).lower(*given, tokens, ()).compile()
 
 
 def test_max_batch_and_context_are_tight() -> None:

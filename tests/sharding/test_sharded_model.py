@@ -25,6 +25,7 @@ from jaxllm.cache import (
 )
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import compile_cache, native
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.shard_params import bytes_per_device
@@ -122,9 +123,10 @@ def test_decode_step_sums_twice_per_layer(family: str, precision: Precision, mes
     over, shares = shard_model(model, params, mesh)
     cache = jaxllm.init_cache(over, 2, 64)
     B = 2 // over.axes.data
-    step = jax.jit(steps._decode_step, static_argnums=(2, 6))
+    step = jax.jit(steps._decode_step, static_argnums=(2, 7, 8))
     two = np.zeros((2, 1), np.int32)
-    text = step.lower(cache, (), over, shares, two, two, False).compile().as_text()
+    given = (cache, (), over, shares, two, two, NO_EDITS, False, ())
+    text = step.lower(*given).compile().as_text()
     found, c = count_collectives(text), model.config
     assert found.keys() == {"all-reduce", "all-gather"}
     # Embedding, two per layer, and, with split rows, whether any row has a token.

@@ -12,7 +12,6 @@ The loss is the mean cross-entropy of next tokens, in nats.
 
 from functools import partial
 from math import gcd
-from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -139,10 +138,11 @@ def _input_norms(model: Model, params: Params, token_NT: np.ndarray) -> Arrays:
 def _input_squares(model: Model, params: Params, token_BT: jax.Array) -> Arrays:
     family = models.get_family(model.config.model_type)
     squares: Arrays = {}
-    for number, layer in enumerate(trace(model, params, token_BT).layers):
+    read = frozenset(site.input for site in family.linear_groups)
+    ran = run_model(model, params, (), token_BT, _positions(token_BT), read=read)[0]
+    for number, layer in enumerate(ran.layers):
         for site in family.linear_groups:
-            x = attrgetter(site.input)(layer)
-            if x is None:  # an MoE layer has no such linear
+            if (x := layer.sites.get(site.input)) is None:  # an MoE layer has no such linear
                 continue
             squared_I = (x.astype(jnp.float32) ** 2).sum(axis=(0, 1)).reshape(-1)
             paths = [f"{family.layers}.{number}.{linear}.weight" for linear in site.linears]

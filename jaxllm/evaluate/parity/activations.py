@@ -27,6 +27,8 @@ from jaxllm.steps import run_model
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
+_SITES = ("attn_norm", "attn.rot_q", "attn.z", "mlp_norm", "mlp.post", "router", "mlp.output")
+
 
 def activation_names(
     model_type: str, layers: int, has_experts: Callable[[int], bool] = lambda layer: False
@@ -79,7 +81,7 @@ def activations(
     token_BT, position_BT = check_tokens(model.config, tokens_BT, positions_BT)
     segments = () if cache is None else cache.segments
     trace = _trace(model, params, segments, token_BT, position_BT)
-    routed = [layer.router is not None for layer in trace.layers]
+    routed = ["router" in layer.sites for layer in trace.layers]
     names = activation_names(model.config.model_type, len(routed), routed.__getitem__)
     family_row = get_family(model.config.model_type)
     return dict(zip(names, _trace_arrays(trace, family_row), strict=True))
@@ -108,19 +110,19 @@ def _trace(
     token_BT: jax.Array,
     position_BT: jax.Array,
 ) -> Trace:
-    return run_model(model, params, tuple(segments), token_BT, position_BT)[0]
+    segments = tuple(segments)
+    return run_model(model, params, segments, token_BT, position_BT, read=_SITES)[0]
 
 
 def _trace_arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
     """Yield the activations of a trace, in the order of `activation_names`."""
     yield trace.embeddings
     for layer in trace.layers:
-        q, k, v, heads, x, *_ = layer.attention
-        yield from (layer.attention_norm,) if row.attention_norm else ()
-        yield from (q, dequantize(k), dequantize(v), heads, x)
-        yield from (layer.mlp_norm,) if row.mlp_norm else ()
-        yield from (
-            x for x in (layer.router, layer.mlp_hidden) if x is not None
-        )  # exactly one is set
-        yield from (layer.mlp, layer.x)
+        sites, attended = layer.sites, layer.attention
+        yield from (sites["attn_norm"],) if row.attention_norm else ()
+        yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
+        yield from (sites["attn.z"], attended.x)
+        yield from (sites["mlp_norm"],) if row.mlp_norm else ()
+        yield sites["router" if "router" in sites else "mlp.post"]
+        yield from (sites["mlp.output"], layer.x)
     yield from (trace.norm, trace.logits)

@@ -17,6 +17,7 @@ from jaxllm.generation.batching.batched_sampling import (
 )
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
 from jaxllm.generation.sampling.sampler import Context
+from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -36,12 +37,13 @@ def decode_burst(
     steps: jax.Array,
     adapter_R: jax.Array | None = None,
     top: int = 0,
+    edits: Edits = NO_EDITS,
 ) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
     """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
 
-    row_R, adapter_R: as in `Microbatch`. kind_KR: kinds of samplers; a row without one is not live.
-    steps: at most `burst`, which is static. top: as in `draw_by_kind`. Returns the number of steps,
-    `[]`, then the tokens of all steps, `[burst, R]`, and the new state.
+    row_R, adapter_R, edits: as in `Microbatch`. kind_KR: kinds of samplers; a row without one is
+    not live. steps: at most `burst`, which is static. top: as in `draw_by_kind`. Returns the number
+    of steps, `[]`, then the tokens of all steps, `[burst, R]`, and the new state.
     """
     live_R = kind_KR.any(axis=0)
     zeros_R = jnp.zeros(live_R.shape, jnp.int32)
@@ -68,6 +70,7 @@ def decode_burst(
             column_R=zeros_R,
             member_RB=None,
             adapter_R=adapter_R,
+            edits=edits,
         )
         out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
         drawn, context, samplers = draw_by_kind(context, samplers, kind_KR, out[:, 0], top)

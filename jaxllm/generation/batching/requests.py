@@ -8,6 +8,7 @@ import numpy as np
 from jaxllm.errors import JaxllmError
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+from jaxllm.steps import EditMap
 
 MAX_TOP_LOGPROBS = 20
 
@@ -29,6 +30,8 @@ class Request:
         namespace: Requests of different namespaces share no entries of a prefix cache. For a
             service, derive it from the caller's key: shared entries show in response times.
         public_prefix: Number of leading tokens that all namespaces may share.
+        edits: As for `prefill`, of the prompt and the new tokens. Functions are refused. Requests
+            with the same sites and kinds of edits share a program.
     """
 
     id: Hashable
@@ -43,6 +46,7 @@ class Request:
     top_logprobs: int = 0
     namespace: str = ""
     public_prefix: int = 0
+    edits: EditMap | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,11 @@ from jaxllm.generation.batching.slots import (
 )
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
+from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
 from jaxllm.models.invariance import has_invariant_rows
+from jaxllm.models.site_inputs import check_edits, fingerprint, stack_rows
+from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import next_power_of_two, pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
@@ -66,6 +69,7 @@ class _ActiveRequest:
 
     num_run: tokens that have run. newest: the last generated token. count: tokens generated.
     keys: of the prompt's chunks in the prefix cache. cached_tokens: tokens that were found there.
+    edits: checked, for one row.
     """
 
     request: Request
@@ -76,6 +80,7 @@ class _ActiveRequest:
     num_generated: int = 0
     keys: Sequence[bytes] = ()
     cached_tokens: int = 0
+    edits: Edits = NO_EDITS
 
     def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
         """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
@@ -116,12 +121,15 @@ _StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
 
 
 class _ServeState(NamedTuple):
-    """State of the serving loop. Samplers of one kind are stacked along a row axis."""
+    """State of the serving loop. Samplers of one kind are stacked along a row axis, and so are
+    edits.
+    """
 
     cache: KVCache
     context: Context
     samplers: dict[Hashable, Sampler]
     active: dict[int, _ActiveRequest]
+    edits: Edits = NO_EDITS
 
 
 class _PrefixStore(NamedTuple):
@@ -131,13 +139,14 @@ class _PrefixStore(NamedTuple):
     program: int
 
     def find(
-        self, config: ModelConfig, request: Request, prompt_T: np.ndarray
+        self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
     ) -> tuple[list[bytes], list[Segment]]:
         """Return the keys of the prompt's chunks, and the entries found.
 
         At least one token remains to run.
         """
-        root = (self.program, request.adapter, _angle_length(config, prompt_T.size))
+        made_with = () if not edits.edits else tuple(map(int, fingerprint(edits, 1)))
+        root = (self.program, request.adapter, _angle_length(config, prompt_T.size), *made_with)
         keys = self.cache.chunk_keys(root, prompt_T, request.namespace, request.public_prefix)
         usable = (prompt_T.size - 1) // self.cache.chunk
         return keys, self.cache.find(keys[:usable], prompt_T.size)
@@ -271,6 +280,9 @@ def _admit_request(
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
     prompt_T = _check_request(model, request, capacity)
+    edits = check_edits(model, request.edits, 1, 1, None)
+    if any(isinstance(edit, Apply) for edit in edits.edits):
+        raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
     key = row_keys(request.seed, 1)[0]
     places = state.context.token_BL.shape[1]
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
@@ -286,16 +298,21 @@ def _admit_request(
         sampler,
     )
     tail, num_run = state.cache.tail.replace(position_BS=position_BS), 0
-    keys, found = ([], []) if store is None else store.find(model.config, request, prompt_T)
+    keys, found = ([], []) if store is None else store.find(model.config, request, prompt_T, edits)
     for entry in found:
         tail = write_chunk(tail, entry, np.int32(row), np.int32(num_run))
         num_run += entry.position_BS.shape[1]
-    seat = _ActiveRequest(request, prompt_T, kind, num_run, keys=keys, cached_tokens=num_run)
+    seat = _ActiveRequest(
+        request, prompt_T, kind, num_run, keys=keys, cached_tokens=num_run, edits=edits
+    )
+    active = {**state.active, row: seat}
+    edited = {r: seat.edits for r, seat in active.items() if seat.edits.edits}
     return state._replace(
         cache=state.cache.replace(tail=tail),
         context=context,
         samplers=_add_sampler(state, kind, stacked),
-        active={**state.active, row: seat},
+        active=active,
+        edits=stack_rows(edited, rows),
     )
 
 
@@ -311,6 +328,7 @@ def _run_step(
     samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
     for group in groups:
         places, at = pack_microbatch(group, rows, few_rows=few_rows)
+        places = places.replace(edits=state.edits)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
@@ -322,7 +340,7 @@ def _run_step(
         arrays = to_host(result)
         drawn.update({row: _read_sampled(arrays, r) for row, r in ended.items()})
     held = dict(zip(state.samplers, samplers, strict=True))
-    return _ServeState(cache, context, held, seats), [drawn]
+    return _ServeState(cache, context, held, seats, state.edits), [drawn]
 
 
 def _run_burst(
@@ -357,11 +375,13 @@ def _run_burst(
         np.int32(min(burst, left)),
         row_adapters({at[row]: seat.request.adapter for row, seat in seats.items()}, R),
         _top_width(model, seats),
+        state.edits,
     )
     count, arrays = to_host((done, results))
     steps = [{row: _read_sampled(arrays, (i, r)) for row, r in at.items()} for i in range(count)]
     held = dict(zip(state.samplers, samplers, strict=True))
-    return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
+    cache = state.cache.replace(tail=tail)
+    return _ServeState(cache, context, held, seats, state.edits), steps
 
 
 def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:

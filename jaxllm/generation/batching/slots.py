@@ -17,6 +17,7 @@ from flax import struct
 from jaxllm import steps
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
+from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -63,6 +64,7 @@ class Microbatch(struct.PyTreeNode):
         column_R: The one column that needs an output; None for all columns.
         member_RB: Which sequences share the entries; None if each row writes its own slots.
         adapter_R: Adapter index of each row; None keeps the parameters' own choice.
+        edits: Of all cache rows (`site_inputs.stack_rows`).
     """
 
     row_R: Array | None
@@ -73,6 +75,7 @@ class Microbatch(struct.PyTreeNode):
     column_R: Array | None
     member_RB: Array | None
     adapter_R: Array | None = None
+    edits: Edits = NO_EDITS
 
 
 def split_microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
@@ -247,6 +250,9 @@ def _run_tokens(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Any]:
+    rows, edits = microbatch.row_R, microbatch.edits
+    if rows is not None:
+        edits = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), edits)
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
         params = choose_adapters(params, microbatch.adapter_R)
@@ -260,7 +266,8 @@ def _run_tokens(
         length_B=microbatch.length_R,
         column_B=microbatch.column_R if output_kind == "logits" else None,
         embeddings_BTD=vectors,
-        row_B=microbatch.row_R,
+        row_B=rows,
+        edits=edits,
     )
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))

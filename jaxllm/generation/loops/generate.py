@@ -34,11 +34,13 @@ from jaxllm.generation.loops.state import (
 )
 from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, as_row_keys, check_sampler
 from jaxllm.models.inputs import check_model, check_prompts
+from jaxllm.models.site_inputs import check_edits, check_read, label_cache
+from jaxllm.models.sites import SITES, split_name
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
-from jaxllm.steps import MassMode, prefill, prepare_prefill
+from jaxllm.steps import EditMap, MassMode, prefill, prepare_prefill
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -63,6 +65,9 @@ class GenerateResult(struct.PyTreeNode):
         top_token_BTN, top_logprob_BTN: The N likeliest tokens of each step, best first, or None.
         attention_mass: Attention that each cache slot received from the tokens run so far, `[B, S]`
             or `[layers, B, S]`; None unless requested or needed by the overflow policy.
+        sites: What was read, by site: NumPy arrays of the chosen steps in order, on the axis of
+            new tokens. Step i runs the i-th generated token, from 0; the last never runs. The
+            results of `stream` hold their own step's alone, on the device.
     """
 
     token_BT: jax.Array
@@ -73,6 +78,7 @@ class GenerateResult(struct.PyTreeNode):
     top_token_BTN: jax.Array | None
     top_logprob_BTN: jax.Array | None
     attention_mass: jax.Array | None
+    sites: dict[str, Any] = struct.field(default_factory=dict)
 
 
 class GenerateKwargs(TypedDict, total=False):
@@ -94,6 +100,9 @@ class GenerateKwargs(TypedDict, total=False):
         top_logprobs: Number of likeliest tokens to return per step.
         chunk: Prompt tokens to run at once.
         attention_mass: As for `forward`.
+        read: As for `forward`. Steps then run one by one, and what they read moves to the host.
+        read_steps: The steps to read, as in `GenerateResult.sites`; None: all.
+        edits: As for `prefill`, of the prompt and of all new tokens.
     """
 
     max_new_tokens: Required[int | Sequence[int]]
@@ -108,6 +117,9 @@ class GenerateKwargs(TypedDict, total=False):
     top_logprobs: int
     chunk: int
     attention_mass: MassMode
+    read: Sequence[str]
+    read_steps: Sequence[int] | None
+    edits: EditMap | None
 
 
 def generate(
@@ -127,17 +139,23 @@ def generate(
         Also whatever `prefill` raises.
     """
     until, asked = _split_until(options)
-    program = _LOOP if until is None else _STEP
-    limits, cache, state = _prefill(program, model, params, tokens_BT, **asked)
-    if until is not None:
-        *_, (cache, state) = _iterate_steps(model, params, limits, cache, state, until, options)
-        return _make_result(state, cache, options)
+    by_step = until is not None or bool(options.get("read"))
+    program = _STEP if by_step else _LOOP
+    constants, cache, state = _prefill(program, model, params, tokens_BT, **asked)
+    if by_step:
+        found, chosen = list[dict[str, Any]](), options.get("read_steps")
+        steps = _iterate_steps(model, constants, cache, state, until, options)
+        for number, newest in enumerate(steps, -1):
+            cache, state = newest
+            if state.sites and (chosen is None or number in chosen):
+                found.append(to_host(state.sites))
+        return _make_result(state, cache, options).replace(sites=_join_steps(found))
     mass, overflow = _requested_mass(options), options.get("overflow")
     is_simple = overflow is None and mass is False
     in_groups = is_simple and row_groups(model, cache.batch) is not None
     loop = _PIPELINED_LOOP if in_groups else _LOOP
     while True:
-        cache, state = _run_program(loop, model, params, limits, cache, state, mass)
+        cache, state = _run_program(loop, model, constants, cache, state, mass)
         if overflow is None or not is_running(state):
             return _make_result(state, cache, options)
         cache, total = make_room(
@@ -156,9 +174,9 @@ def stream(
     latest step alone, initially that of the prompt.
     """
     until, asked = _split_until(options)
-    limits, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
+    constants, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
-    for now, step in _iterate_steps(model, params, limits, cache, state, until, options):
+    for now, step in _iterate_steps(model, constants, cache, state, until, options):
         yield _make_result(step, now, options, before_B, width=1)
         before_B = np.asarray(step.context.length_B)
 
@@ -168,7 +186,16 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     until = options.get("until")
     if until is not None and not callable(until):
         raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
-    return until, {k: v for k, v in options.items() if k not in ("until", "forced")}
+    if options.get("forced") is not None and options.get("read"):
+        raise SamplingError("read and forced cannot be combined: forced tokens run in one pass")
+    apart = ("until", "forced", "read_steps")
+    return until, {k: v for k, v in options.items() if k not in apart}
+
+
+def _join_steps(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join what each step read on the axis of new tokens."""
+    axes = {name: SITES[split_name(name)[1]].axes.index("T") for name in (found or [{}])[0]}
+    return {name: np.concatenate([x[name] for x in found], axis) for name, axis in axes.items()}
 
 
 def _prefill(
@@ -187,7 +214,9 @@ def _prefill(
     top_logprobs: int = 0,
     chunk: int = 256,
     attention_mass: MassMode = False,
-) -> tuple[StopLimits, KVCache, DecodeState]:
+    read: Sequence[str] = (),
+    edits: EditMap | None = None,
+) -> tuple[LoopConstants, KVCache, DecodeState]:
     """Check capacities, prefill, and sample the first token of each row.
 
     program: the one that runs next, which is compiled while the prompt runs.
@@ -204,6 +233,9 @@ def _prefill(
     top_logprobs = check_int("top_logprobs", top_logprobs, 0, model.config.vocab_size)
     if overflow is not None and attention_mass is not False:
         raise SamplingError("attention_mass and overflow cannot be combined: eviction moves slots")
+    names, checked = check_read(model, read), check_edits(model, edits, B, 1, None)
+    if overflow is not None and checked.edits:
+        raise SamplingError("edits and overflow cannot be combined: a policy may run tokens again")
     needed = T + int(budget_B.max()) - 1  # the last token never runs
     fresh = cache is None
     if cache is None:
@@ -221,9 +253,11 @@ def _prefill(
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
     reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
-    reading["donate"] = fresh
+    reading |= {"donate": fresh, "edits": checked}
     prepare_prefill(model, params, cache, tokens_BT, **reading)
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
+    constants = LoopConstants(params, (), limits, checked, names)
+    cache = label_cache(cache, checked)
     key_B = as_row_keys(seed, B)
     L, N = token_BL.shape[1], top_logprobs
     token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
@@ -244,10 +278,11 @@ def _prefill(
         logits = jax.ShapeDtypeStruct((B, model.config.vocab_size), np.float32)
         _SAMPLE.prepare(limits, state, logits)
         if budget_B.max() > 1:
-            args = _program_arguments(model, params, limits, cache, state, attention_mass)
+            args = _program_arguments(model, constants, cache, state, attention_mass)
             program.prepare(*args)
     out = prefill(model, params, cache, tokens_BT, **reading)
-    return limits, out.cache, _SAMPLE(limits, state.replace(mass=out.attention_mass), out.logits)
+    state = state.replace(mass=out.attention_mass)
+    return constants, out.cache, _SAMPLE(limits, state, out.logits)
 
 
 def _make_result(
@@ -281,13 +316,13 @@ def _make_result(
         cut(state.top_BLN[0], NO_TOKEN) if asked else None,
         cut(state.top_BLN[1], 0) if asked else None,
         state.mass,
+        state.sites,
     )
 
 
 def _iterate_steps(
     model: Model,
-    params: Params,
-    limits: StopLimits,
+    constants: LoopConstants,
     cache: KVCache,
     state: DecodeState,
     until: Until | None,
@@ -310,16 +345,16 @@ def _iterate_steps(
                 return
         state = now
         if forced is not None and (token_1T := _forced_run(forced(), state, options)) is not None:
-            constants = LoopConstants(params, cache.frozen, limits)
-            tail, state = _FORCED(model, constants, cache.replace(frozen=()), state, token_1T)
+            *args, _ = _program_arguments(model, constants, cache, state, mass)
+            tail, state = _FORCED(*args, token_1T)
             cache = tail.replace(frozen=cache.frozen)
             continue
         if overflow is not None and int(cache.cursor) >= cache.capacity:
             cache, total = make_room(
-                overflow, OverflowState(model, params, cache, state.context, total)
+                overflow, OverflowState(model, constants.params, cache, state.context, total)
             )
             state = state.replace(mass=total)
-        cache, state = _run_program(_STEP, model, params, limits, cache, state, mass)
+        cache, state = _run_program(_STEP, model, constants, cache, state, mass)
         if total is not None and state.mass is not None:
             total = total + state.mass
 
@@ -357,27 +392,25 @@ def _forced_run(
 def _run_program(
     program: CachedJit,
     model: Model,
-    params: Params,
-    limits: StopLimits,
+    constants: LoopConstants,
     cache: KVCache,
     state: DecodeState,
     mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
     """Run a program on the tail; frozen segments are inputs only, so they are never copied."""
-    tail, state = program(*_program_arguments(model, params, limits, cache, state, mass))
+    tail, state = program(*_program_arguments(model, constants, cache, state, mass))
     return tail.replace(frozen=cache.frozen), state
 
 
 def _program_arguments(
     model: Model,
-    params: Params,
-    limits: StopLimits,
+    constants: LoopConstants,
     cache: KVCache,
     state: DecodeState,
     mass: MassMode,
 ) -> tuple[Any, ...]:
-    constants = LoopConstants(params, cache.frozen, limits)
-    return model, constants, cache.replace(frozen=()), state, mass
+    constants = constants.replace(frozen=cache.frozen)
+    return model, constants, cache.replace(frozen=()), state.replace(sites={}), mass
 
 
 def _requested_mass(options: GenerateKwargs) -> MassMode:

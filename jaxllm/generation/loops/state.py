@@ -12,6 +12,7 @@ from flax import struct
 from jaxllm.cache.kv import KVCache, Segment, replicate_for_host
 from jaxllm.generation.loops.finish import Finish, finish_reasons, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
+from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.row_sums import log_softmax
 from jaxllm.steps import MassMode, run_and_commit
 from jaxllm.weights.model import Model
@@ -29,11 +30,17 @@ class StopLimits(struct.PyTreeNode):
 
 
 class LoopConstants(struct.PyTreeNode):
-    """Loop constants. frozen: the cache's read-only segments, that is, all but its tail."""
+    """Loop constants.
+
+    frozen: the cache's read-only segments, that is, all but its tail. edits: checked. names: the
+    sites to read, in full; static.
+    """
 
     params: Params
     frozen: tuple[Segment, ...]
     limits: StopLimits
+    edits: Edits = NO_EDITS
+    names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
 class DecodeState(struct.PyTreeNode):
@@ -41,7 +48,8 @@ class DecodeState(struct.PyTreeNode):
 
     newest_B: last token, not yet in the cache. finish_B: a `Finish`. context: text and random key;
     each step folds the text length into the key. logprob_BL, top_BLN: as in `GenerateResult`,
-    indexed by position in the text. mass: accumulated attention mass.
+    indexed by position in the text. mass: accumulated attention mass. sites: what the newest step
+    read.
     """
 
     newest_B: jax.Array
@@ -51,6 +59,7 @@ class DecodeState(struct.PyTreeNode):
     logprob_BL: jax.Array
     top_BLN: tuple[jax.Array, jax.Array]
     mass: jax.Array | None
+    sites: dict[str, jax.Array] = struct.field(default_factory=dict)
 
 
 def is_running(state: DecodeState) -> bool:
@@ -95,7 +104,7 @@ def decode_and_sample(
 ) -> tuple[KVCache, DecodeState]:
     """Run and commit the newest tokens of running rows, then sample the next ones.
 
-    The returned state's mass is that of this step alone.
+    The returned state's mass and sites are those of this step alone.
     """
     running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
@@ -107,9 +116,12 @@ def decode_and_sample(
         tail,
         token_BT,
         position_BT,
+        constants.names,
         attention_mass=attention_mass,
+        edits=constants.edits,
     )
-    state = sample(constants.limits, state.replace(mass=out.attention_mass), out.logits[:, 0])
+    state = state.replace(mass=out.attention_mass, sites=out.sites)
+    state = sample(constants.limits, state, out.logits[:, 0])
     return out.cache, replicate_for_host(state, model)
 
 
@@ -125,8 +137,9 @@ def decode_forced(
         tail.next_position_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     )
     out = run_and_commit(
-        model, constants.params, constants.frozen, tail, token_BT, position_BT, attention_mass=False
-    )
+        model, constants.params, constants.frozen, tail, token_BT, position_BT,
+        edits=constants.edits,
+    )  # fmt: skip
 
     def sample_column(state: DecodeState, logits_BV: jax.Array) -> tuple[DecodeState, None]:
         return sample(constants.limits, state, logits_BV), None

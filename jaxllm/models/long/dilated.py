@@ -34,6 +34,7 @@ def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
 def attend(
     kind: LongAttention,
     scope: Any,
+    visit: Any,
     q_BTNH: jax.Array,
     parts: Sequence[Part],
     memory_inputs: None,
@@ -43,17 +44,24 @@ def attend(
 ) -> tuple[jax.Array, jax.Array | None, None]:
     """Dilated attention; see `KINDS`.
 
-    Attention mass costs dense attention weights, and is None with documents. Raises ConfigError for
-    a mask, which has no positions.
+    Attention mass and `attn.pattern` cost dense attention weights; mass is None with documents.
+    Raises ConfigError for a mask, which has no positions, for `attn.scores`, and for an edit of
+    `attn.pattern`.
     """
     if scope.mask_BTS is not None:
         raise ConfigError(
             "attention of kind 'dilated' depends on positions and takes no mask: omit mask_BTS"
         )
+    if visit.touches("attn.scores") or visit.edits("attn.pattern"):
+        raise ConfigError(
+            "attention of kind 'dilated' has several softmaxes, so attn.scores cannot be read, and"
+            " attn.pattern can only be read"
+        )
     shown, at_BT = dilations(kind, q_BTNH.shape[2]), scope.position_BT
     sight = DilationPattern(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
     out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=scope.document_BT)
-    if not scope.mass or scope.document_BT is not None:
+    reads = visit.reads("attn.pattern")
+    if not (scope.mass or reads) or scope.document_BT is not None:
         return out, None, None
-    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, sight)
-    return out, weight_BNTS if scope.mass == "heads" else weight_BNTS.sum(axis=(1, 2)), None
+    weight_BNTS = visit("attn.pattern", dense_weights(q_BTNH, at_BT, parts, sight))
+    return out, weight_BNTS.sum(axis=(1, 2)) if scope.mass else None, None

@@ -41,6 +41,7 @@ class MemoryInputs(NamedTuple):
 def attend(
     kind: LongAttention,
     scope: Any,
+    visit: Any,
     q_BTNH: jax.Array,
     parts: Sequence[ops.Part],
     memory_inputs: MemoryInputs,
@@ -55,7 +56,7 @@ def attend(
     asked = {
         "an attention mask": scope.mask_BTS is not None,
         "several documents in one row (train with --no-pack)": scope.document_BT is not None,
-        "attention mass or weights": scope.mass is not False,
+        "attention mass or weights": scope.mass or visit.touches("attn.scores", "attn.pattern"),
     }
     if len(parts) > 1 and memory_inputs.memory is None:
         raise ConfigError(

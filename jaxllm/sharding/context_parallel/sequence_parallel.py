@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import ParallelHooks
+from jaxllm.models.sites import STREAM_SITES
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES
 from jaxllm.sharding.tensor_parallel import SequenceSlice
@@ -40,13 +41,18 @@ def run(
     if (embeddings_BTD := by_row.get("embeddings_BTD")) is not None:
         by_row = {**by_row, "embeddings_BTD": token_slice.take_local(embeddings_BTD)}
     gather = token_slice.gather
+
+    def gather_sites(sites: dict[str, Any]) -> dict[str, Any]:
+        return {name: gather(x) if name in STREAM_SITES else x for name, x in sites.items()}
+
     trace = apply(hooks=hooks._replace(gather_tokens=gather), **by_row)
     layers = tuple(
         layer._replace(
             attention=layer.attention._replace(x=gather(layer.attention.x)),
-            mlp=gather(layer.mlp),
             x=gather(layer.x),
+            sites=gather_sites(layer.sites),
         )
         for layer in trace.layers
     )
-    return trace.replace(embeddings=gather(trace.embeddings), layers=layers)
+    sites = gather_sites(trace.sites)
+    return trace.replace(embeddings=gather(trace.embeddings), layers=layers, sites=sites)

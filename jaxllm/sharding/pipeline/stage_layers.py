@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Layer, run_blocks
+from jaxllm.models.sites import SITES
 
 AXIS = "stage"
 
@@ -98,6 +99,11 @@ def run_places(
         layers.append(run(x))
         x = layers[-1].x
     return tuple(layers), x
+
+
+def stage_axis(site: str) -> int:
+    """Return the axis on which the arrays of pipeline stages are concatenated."""
+    return 1 if SITES[site].axes.startswith("BN") else 2
 
 
 def layer_kinds(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | None]:

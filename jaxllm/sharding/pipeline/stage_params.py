@@ -18,7 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.kv_quant import Entries
 from jaxllm.runtime.multihost import all_gather_objects, is_multiprocess
-from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable, stage_axis
 from jaxllm.sharding.shard_list import equalize_shapes, max_lengths
 from jaxllm.weights.load import NotLocal
 from jaxllm.weights.paths import Params, map_leaves
@@ -26,7 +26,7 @@ from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight
 
 
-class StackedTrace(Trace):
+class StackedTrace(Trace, kw_only=True):
     """A trace of all layers, with the keys and values of stacked stages."""
 
     stacked_kv: tuple[tuple[Entries, ...], tuple[Entries, ...]]
@@ -44,21 +44,21 @@ class StackedTrace(Trace):
         return self.stacked_kv[1]
 
 
-def unstack_trace(trace: Trace, table: LayerTable, attention_mass: Any) -> StackedTrace:
+def unstack_trace(trace: Trace, table: LayerTable) -> StackedTrace:
     """Split a trace of stacked stages into one layer each."""
     stages = len(table)
 
     def split_stages(layer: Layer) -> list[Layer]:
-        leaves, form = jax.tree.flatten(
-            layer._replace(attention=layer.attention._replace(mass=None))
-        )
-        each = [jnp.split(x, stages, axis=2) for x in leaves]
-        found = [jax.tree.unflatten(form, [x[i] for x in each]) for i in range(stages)]
-        mass = layer.attention.mass
-        if mass is None:
-            return found
-        some = zip(found, jnp.split(mass, stages, axis=1), strict=True)
-        return [one._replace(attention=one.attention._replace(mass=m)) for one, m in some]
+        axes = jax.tree.map(lambda _: 2, layer)
+        axes = axes._replace(sites={site: stage_axis(site) for site in layer.sites})
+        if layer.attention.mass is not None:
+            axes = axes._replace(attention=axes.attention._replace(mass=1))
+        leaves, form = jax.tree.flatten(layer)
+        each = [
+            jnp.split(x, stages, axis)
+            for x, axis in zip(leaves, jax.tree.leaves(axes), strict=True)
+        ]
+        return [jax.tree.unflatten(form, [x[i] for x in each]) for i in range(stages)]
 
     layers = dict[int, Layer]()
     for place, layer in enumerate(trace.layers):
@@ -69,7 +69,8 @@ def unstack_trace(trace: Trace, table: LayerTable, attention_mass: Any) -> Stack
         tuple(layers[i] for i in sorted(layers)),
         trace.norm,
         trace.logits,
-        (trace.k, trace.v),
+        trace.sites,
+        stacked_kv=(trace.k, trace.v),
     )
 
 

@@ -1,0 +1,17 @@
+"""Reading and editing what a model computes, as values: see docs/inside.md.
+
+`read=` and `edits=` of `forward`, `prefill`, `decode_step`, `generate` and `serve` take the names
+of sites (`models.sites`). Here are the edits, and what is built on them.
+"""
+
+from jaxllm.inside.cache_edits import assign_edits as assign_edits
+from jaxllm.models.edits import (
+    Add as Add,
+    Apply as Apply,
+    Clamp as Clamp,
+    Edit as Edit,
+    Project as Project,
+    Scale as Scale,
+    Set as Set,
+)
+from jaxllm.models.site_inputs import site_names as site_names
