@@ -4,6 +4,8 @@ Works on any pytree of arrays `[B, S, ...]`: a segment, its positions alone, or 
 fixed-shape program. Writes to slots that do not exist are dropped and change nothing.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -17,63 +19,86 @@ NO_SLOT = np.iinfo(np.int32).max  # a slot number beyond every cache
 T = TypeVar("T")
 
 
-def write_slots(old: T, new: T, slot_RT: Any, row_R: Any = None) -> T:
+def write_slots(
+    old: T, new: T, slot_RT: Any, row_R: Any = None, wait_for: tuple[jax.Array, ...] = ()
+) -> T:
     """Write entries `[R, T, ...]` of `new` to slots of rows of `old`, `[B or 1, S, ...]`.
 
     Args:
         slot_RT: int32; `NO_SLOT` for entries that are not written.
         row_R: Row of each entry; default: the rows in order, and shared arrays are copied per row.
+        wait_for: As for `write_at_cursor`.
     """
     rows = slot_RT.shape[0]
-    row_R1 = (jnp.arange(rows) if row_R is None else row_R)[:, None]
+    if row_R is None:
+        old = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), old)
+        row_R = jnp.arange(rows, dtype=jnp.int32)
+    return _write(_write_entries, (jnp.asarray(row_R), jnp.asarray(slot_RT)), old, new, wait_for)
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        if row_R is None:
-            old = jnp.broadcast_to(old, (rows, *old.shape[1:]))
-        return old.at[row_R1, slot_RT].set(new, mode="drop")
 
-    written: T = jax.tree.map(put, old, new)
+def _write_entries(
+    places: tuple[jax.Array, jax.Array], old: T, new: T, wait_for: tuple[jax.Array, ...]
+) -> T:
+    row_R, slot_RT = places
+    written: T = jax.tree.map(
+        lambda x, new: x.at[row_R[:, None], slot_RT].set(new, mode="drop"), old, new
+    )
     return written
 
 
-@jax.custom_jvp
 def write_at_cursor(cursor: jax.Array, tail: T, new: T, wait_for: tuple[jax.Array, ...]) -> T:
     """Return the tail with new entries from slot `cursor` on; on a CPU in place if it was donated.
 
-    Entries past the end are dropped. XLA:CPU would rewrite a whole bfloat16 array to change one of
-    its slots, so a native kernel writes instead. It is not used on several devices: a cache may be
-    sharded, and XLA gathers the arguments of calls that it cannot look into.
+    Entries past the end are dropped.
 
     Args:
         wait_for: Arrays computed from the tail before the write, which waits for them (in plain JAX
             for the first only, `[B, T, D]`).
     """
+    return _write(_write_leaves, cursor, tail, new, wait_for)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _write(
+    plain: Callable[..., Any], places: Any, old: Any, new: Any, wait_for: tuple[jax.Array, ...]
+) -> Any:
+    """Return `plain(places, old, new, wait_for)`, by a native kernel if there is one.
+
+    XLA:CPU would rewrite a whole bfloat16 array to change one of its slots. The kernel is not used
+    on several devices: a cache may be sharded, and XLA gathers the arguments of calls that it
+    cannot look into.
+
+    Args:
+        places: Rows and slots, or a cursor for all rows.
+    """
     if not native.is_enabled() or jax.device_count() > 1:
-        return _write_leaves(cursor, tail, new, wait_for)
+        return plain(places, old, new, wait_for)
 
     @jax.custom_batching.custom_vmap
-    def kernel(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
-        new = jax.tree.map(lambda old, x: x.astype(old.dtype), tail, new)
-        leaves, structure = jax.tree.flatten(tail)
-        written = native.write(cursor, leaves, jax.tree.leaves(new), after)
-        grown: T = jax.tree.unflatten(structure, written)
-        return grown
+    def kernel(places: Any, old: Any, new: Any, wait_for: tuple[jax.Array, ...]) -> Any:
+        leaves, structure = jax.tree.flatten(old)
+        fresh = [x.astype(y.dtype) for x, y in zip(jax.tree.leaves(new), leaves, strict=True)]
+        if isinstance(places, tuple):
+            row_R, slot_RT = places
+        else:
+            rows, width = fresh[0].shape[:2]
+            row_R = jnp.arange(rows, dtype=jnp.int32)
+            slot_RT = jnp.broadcast_to(places + jnp.arange(width, dtype=jnp.int32), (rows, width))
+        written = native.write(row_R, slot_RT, leaves, fresh, wait_for)
+        return jax.tree.unflatten(structure, written)
 
     @kernel.def_vmap
-    def _(size: int, batched: Any, *args: Any) -> tuple[T, Any]:
+    def _(size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
-        out = jax.vmap(_write_leaves, in_axes=axes)(*args)
+        out = jax.vmap(plain, in_axes=axes)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
-    written: T = jax.lax.platform_dependent(
-        cursor, tail, new, wait_for, cpu=kernel, default=_write_leaves
-    )
-    return written
+    return jax.lax.platform_dependent(places, old, new, wait_for, cpu=kernel, default=plain)
 
 
-@write_at_cursor.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return write_at_cursor(*primals), jax.jvp(_write_leaves, primals, tangents)[1]
+@_write.defjvp
+def _(plain: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    return _write(plain, *primals), jax.jvp(plain, primals, tangents)[1]
 
 
 def _write_leaves(cursor: jax.Array, tail: T, new: T, wait_for: tuple[jax.Array, ...]) -> T:

@@ -1,5 +1,6 @@
 """FFI calls to the kernels: arguments that do not fit raise an error before they are read."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -247,16 +248,17 @@ def test_take_handles_empty_tables_and_indices() -> None:
     assert native.take(TABLE, INDEX[:0]).shape == (0, 8)
 
 
-def test_write_stays_within_slots() -> None:
-    """For any cursor, write changes exactly the slots that lie inside the cache, with or without
-    arrays to wait for.
-    """
+def test_write_stays_within_rows_and_slots() -> None:
+    """Write changes exactly the slots and rows that exist, with or without arrays to wait for."""
     old = jnp.arange(24, dtype=f32).reshape(2, 4, 3)
-    new = -jnp.ones((2, 2, 3))
-    for cursor in (-(2**31), -3, -1, 0, 3, 4, 2**31 - 1):
+    new = -jnp.ones((3, 2, 3)) * jnp.arange(1.0, 4.0)[:, None, None]
+    ends = (-(2**31), -3, -1, 0, 3, 4, 2**31 - 1)
+    for row, slot in itertools.product((-1, 0, 1, 2, 2**31 - 1), ends):
+        rows, slots = jnp.int32([row, 1, 0]), jnp.int32([[slot, 2], [0, slot], [1, 1]])
         expected = np.asarray(old).copy()
-        for slot in range(max(cursor, 0), min(cursor + 2, 4)):
-            expected[:, slot] = -1
+        for r, t in np.ndindex(3, 2):
+            if 0 <= int(rows[r]) < 2 and 0 <= int(slots[r, t]) < 4:
+                expected[int(rows[r]), int(slots[r, t])] = new[r, t]
         for after in ([], [new, jnp.int32(3)]):
-            (written,) = native.write(jnp.int32(cursor), [old], [new], after)
+            (written,) = native.write(rows, slots, [old], [new], after)
             np.testing.assert_array_equal(written, expected)

@@ -214,8 +214,11 @@ def run_own_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment]:
-    out, delta = _run_tokens(model, params, (*pool, tail), microbatch, vectors_PD, output_kind)
-    return out, write_slots(tail, cast_delta(delta, tail), microbatch.slot_RT, microbatch.row_R)
+    out, delta, waits = _run_tokens(
+        model, params, (*pool, tail), microbatch, vectors_PD, output_kind
+    )
+    places = (microbatch.slot_RT, microbatch.row_R)
+    return out, write_slots(tail, cast_delta(delta, tail), *places, wait_for=waits)
 
 
 def _run_shared_slots(
@@ -227,7 +230,7 @@ def _run_shared_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment]:
-    out, delta = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
+    out, delta, _ = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
     assert microbatch.member_RB is not None
     slot_P = microbatch.slot_RT.reshape(-1)
     new = cast_delta(delta, pool)
@@ -249,7 +252,8 @@ def _run_tokens(
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
+    """Return the output, the new keys and values, and what the cache's writes wait for."""
     rows, edits = microbatch.row_R, microbatch.edits
     if rows is not None:
         edits = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), edits)
@@ -272,8 +276,8 @@ def _run_tokens(
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
     if output_kind == "hidden":
-        return trace.hidden_states[-1].astype(jnp.float32), delta
-    return trace.logits, delta
+        return trace.hidden_states[-1].astype(jnp.float32), delta, trace.read_outputs
+    return trace.logits, delta, trace.read_outputs
 
 
 def _compile_step(step: Any) -> tuple[Any, Any]:

@@ -365,25 +365,25 @@ def attend(
 
 
 def write(
-    cursor: jax.Array,
+    row_R: jax.Array,
+    slot_RT: jax.Array,
     old: Sequence[jax.Array],
     new: Sequence[jax.Array],
     wait_for: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Write `new`, `[B, T, ...]`, into `old`, `[B, S, ...]`, at slots `cursor ...`, in place.
+    """Write `new`, `[R, T, ...]`, into rows and slots of `old`, `[B, S, ...]`, in place.
 
-    Entries past the end are dropped. XLA first copies an array if a later reader may need its old
-    value; the arrays in `wait_for` are computed before anything is written, so they need no copy.
+    Entries for rows and slots that do not exist are dropped. XLA first copies an array if a later
+    reader may need its old value; the arrays in `wait_for` are computed before anything is written,
+    so they need no copy.
     """
-    count, marks = len(old), [x[(0,) * x.ndim].reshape(1, 1) for x in wait_for]
-    # Write one number of each as well: XLA drops its own barriers before it decides what to copy.
-    old, new = [*old, *map(jnp.zeros_like, marks)], [*new, *marks]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
-    aliases = {1 + i: i for i in range(len(old))}
+    aliases = {2 + i: i for i in range(len(old))}
     call = jax.ffi.ffi_call(
         "jaxllm_write", out, input_output_aliases=aliases, vmap_method="sequential"
     )
-    return list(call(cursor, *old, *new))[:count]
+    marks = [x[(0,) * x.ndim].reshape(1, 1) for x in wait_for]
+    return list(call(row_R, slot_RT, *old, *new, *marks))
 
 
 def reduce_rows(name: str, x_RI: jax.Array) -> jax.Array:

@@ -369,15 +369,17 @@ ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::Buf
   return ffi::Error::Success();
 }
 
-// The first half of the arguments are arrays `[B, S, ...]`, which are also the results, in place; the
-// second half, `[B, T, ...]`, is written to their slots `cursor, cursor + 1, ...`. Entries past the
-// end are dropped.
-ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::RemainingRets out) {
+// The first arguments are arrays `[B, S, ...]`, which are also the results, in place; as many more, `[R, T, ...]`, are
+// written to slots of their rows. Entries for slots and rows that do not exist are dropped. Further arguments are not
+// read: they are computed before.
+ffi::Error write(ffi::BufferR1<ffi::S32> row, ffi::BufferR2<ffi::S32> slot, ffi::RemainingArgs args,
+                 ffi::RemainingRets out) {
   const size_t count = out.size();
   const auto arrays = pieces_of(args, 0, args.size());
   if (!arrays.has_value()) return arrays.error();
-  if (args.size() != 2 * count) return wrong("write takes what is new for each array");
-  const int64_t at = *cursor.typed_data();
+  const int64_t entries = slot.dimensions()[0], width = slot.dimensions()[1];
+  if (args.size() < 2 * count || row.dimensions()[0] != entries)
+    return wrong("write takes what is new for each array, and a row and slots for it");
   for (size_t i = 0; i < count; i++) {
     const ffi::AnyBuffer &old = arrays.value()[i], &fresh = arrays.value()[count + i];
     auto result = out.get<ffi::AnyBuffer>(i);
@@ -385,21 +387,23 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::R
     const auto shape = old.dimensions(), some = fresh.dimensions(), full = (*result)->dimensions();
     bool fits = shape.size() >= 2 && some.size() == shape.size() && full.size() == shape.size() &&
                 fresh.element_type() == old.element_type() && (*result)->element_type() == old.element_type() &&
-                element_bytes(old);
+                element_bytes(old) && some[0] == entries && some[1] == width;
     int64_t size = element_bytes(old);  // of a slot
     for (size_t axis = 0; fits && axis < shape.size(); axis++) {
-      fits = full[axis] == shape[axis] && (axis == 1 || some[axis] == shape[axis]);
+      fits = full[axis] == shape[axis] && (axis < 2 || some[axis] == shape[axis]);
       if (axis > 1) size *= shape[axis];
     }
-    if (!fits) return wrong("what is written is [B, T, ...] of the array's type, for [B, S, ...]");
-    const int64_t rows = shape[0], slots = shape[1], width = some[1];
+    if (!fits) return wrong("what is written is [R, T, ...] of the array's type, for [B, S, ...]");
+    const int64_t rows = shape[0], slots = shape[1];
     if (!rows || !slots || !size) continue;
     uint8_t* to = static_cast<uint8_t*>((*result)->untyped_data());
     if (to != old.untyped_data()) std::memcpy(to, old.untyped_data(), rows * slots * size);
-    const int64_t skip = at < 0 ? -at : 0, end = slots - at < width ? slots - at : width;
-    for (int64_t b = 0; b < rows && end > skip; b++)
-      std::memcpy(to + (b * slots + at + skip) * size, data_of<uint8_t>(fresh) + (b * width + skip) * size,
-                  (end - skip) * size);
+    for (int64_t r = 0; r < entries; r++) {
+      const int64_t b = row.typed_data()[r];
+      for (int64_t t = 0; t < width && b >= 0 && b < rows; t++)
+        if (const int64_t s = slot.typed_data()[r * width + t]; s >= 0 && s < slots)
+          std::memcpy(to + (b * slots + s) * size, data_of<uint8_t>(fresh) + (r * width + t) * size, size);
+    }
   }
   return ffi::Error::Success();
 }
@@ -514,7 +518,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_take, jaxllm::take,
     ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
-                              ffi::Ffi::Bind().Arg<ffi::BufferR0<ffi::S32>>().RemainingArgs().RemainingRets());
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_read, jaxllm::read,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
