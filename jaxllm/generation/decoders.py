@@ -32,7 +32,7 @@ from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.generation.loops.speculative import speculative_generate
+from jaxllm.generation.loops.speculative import Acceptance, speculative_generate
 from jaxllm.generation.sampling.grammar_mask import only_masks
 from jaxllm.ops.padding import pad_rows
 
@@ -137,6 +137,7 @@ class SpeculativeDecoding(Decoder):
 
     assistant_model: LanguageModel | None
     num_assistant_tokens: int
+    acceptance: Acceptance
     prompt_lookup_num_tokens: int | None
     max_matching_ngram_size: int
 
@@ -155,6 +156,7 @@ class SpeculativeDecoding(Decoder):
             if assistant is None
             else (assistant.model, assistant.params),
             num_draft_tokens=self.prompt_lookup_num_tokens or self.num_assistant_tokens,
+            acceptance=self.acceptance,
             max_new_tokens=config.max_new_tokens,
             sampler=config.sampler,
             seed=seed_keys(config.seed, len(prompts)),

@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens of plain greedy decoding, distribution of plain sampling."""
+"""Speculative decoding: the text of plain decoding, or the distribution of plain sampling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +96,24 @@ def test_speculative_greedy_equals_plain_greedy(name: str) -> None:
     if name == "itself":
         assert ended.accepted_B.tolist() == ended.proposed_B.tolist()
     assert ended.cache.length_B[0] == 2 + ended.length_B[0] - 1
+
+
+@pytest.mark.parametrize("draft", ["itself", "an adversary", "another family", "prompt lookup"])
+def test_sampled_text_equals_plain_sampling(draft: str) -> None:
+    """With any draft, sampled tokens, lengths and finish reasons are those of plain sampling with
+    the same seed, and a processor's state too.
+    """
+    samplers = (
+        Sampler((Temperature(jnp.float32(0.8)), TopK(jnp.float32(20)))),
+        Sampler((SeenPenalty(jnp.float32(1.0)), OddTokenTemperature(jnp.float32(0.7)))),
+    )
+    for sampler in samplers:
+        options: Any = {"max_new_tokens": [17, 9, 24], "sampler": sampler, "seed": 3}
+        result = assert_equals_generate(TARGET, tokens(3, 9), DRAFTS[draft](), **options)
+        eos = [int(result.token_BT[0, 3])]
+        assert_equals_generate(TARGET, tokens(3, 9), DRAFTS[draft](), eos_token_ids=eos, **options)
+        if draft == "itself":
+            assert result.accepted_B.tolist() == result.proposed_B.tolist()
 
 
 def test_prompt_lookup_is_accepted_on_repetitive_text() -> None:
@@ -225,6 +243,7 @@ def joint_probs(
 
 def draw(lm: Any, draft: Any, sampler: Sampler, **options: Any) -> SpeculativeResult:
     options = {"max_new_tokens": NEW, "num_draft_tokens": 2, "seed": 1, **options}
+    options.setdefault("acceptance", "distribution")
     prompts = np.tile(np.array(PROMPT, np.int32), (ROWS, 1))
     return speculative_generate(*lm, prompts, draft=draft, sampler=sampler, **options)
 
@@ -281,6 +300,26 @@ def test_acceptance_rate_equals_distribution_overlap(pair: Any) -> None:
     assert (np.asarray(result.proposed_B) == 1).all()
     bound = 5 * (overlap * (1 - overlap) / ROWS) ** 0.5
     assert abs(float(result.accepted_B.mean()) - overlap) < bound
+
+
+def test_acceptance_by_text_is_near_the_overlap(pair: Any) -> None:
+    """If the text must be the same, the first drafted token is accepted with a probability between
+    (1 - d) / (1 + d) and 1 - d on average, of distributions at total variation d (Daliri et al.
+    2024, theorem 1).
+    """
+    target, draft = pair
+    sampler = SAMPLERS["temperature, top-k"]
+    first_X = joint_probs(target, sampler, 1)
+    texts = [(*PROMPT, token) for token in range(VOCAB)]
+    p, q = (
+        np.stack([joint_probs(lm, sampler, 1, text) for text in texts]) for lm in (target, draft)
+    )
+    overlap_X = np.minimum(p, q).sum(axis=1)
+    most, least = (float((first_X * x).sum()) for x in (overlap_X, overlap_X / (2 - overlap_X)))
+    result = draw(target, draft, sampler, max_new_tokens=3, acceptance="text")
+    assert (np.asarray(result.proposed_B) == 1).all()
+    bound = 5 * (most * (1 - most) / ROWS) ** 0.5
+    assert least - bound < float(result.accepted_B.mean()) < most + bound
 
 
 def test_residual_equals_values_by_hand() -> None:

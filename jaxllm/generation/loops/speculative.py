@@ -1,9 +1,14 @@
 """Speculative decoding: a draft proposes several tokens, and the target scores them in one pass.
 
-Exact (Leviathan et al. 2023, algorithm 1; Chen et al. 2023): greedy tokens equal those of plain
-greedy decoding, and sampled tokens have the target's distribution after its processors. A pass over
-several tokens rounds logits differently than single-token passes, so greedy tokens agree only if
-the two best scores differ by more than the rounding error.
+The text is that of plain decoding with the same seed, sampled or greedy: draft and target draw with
+the random key of the position, and a draft token is accepted if the target draws it too (Daliri et
+al. 2024, arXiv 2408.07978: shared noise makes that likely). So the text does not depend on the
+draft. A pass over several tokens may round logits differently than single-token passes, and a token
+that is won by less than that may differ; with `Precision.invariant` it cannot.
+
+The other rule, "distribution" (Leviathan et al. 2023, algorithm 1; Chen et al. 2023), accepts a few
+more draft tokens. Sampled tokens then have the target's distribution after its processors, but each
+draft gives another text.
 
 Rows accept different numbers of tokens and cannot share a cursor, so in these caches a token's slot
 is its position. Each row writes at the end of its own text and overwrites rejected tokens. Nothing
@@ -12,7 +17,7 @@ is compacted, and the caches are no larger than those of plain decoding.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +48,7 @@ from jaxllm.generation.sampling.sampler import (
     apply_processors,
     as_row_keys,
     check_sampler,
+    sample_next,
 )
 from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
@@ -75,13 +81,30 @@ class SpeculativeResult(struct.PyTreeNode):
     cache: KVCache
 
 
+Acceptance = Literal["text", "distribution"]
+
+
 class LoopInputs(struct.PyTreeNode):
-    """Loop inputs: each row's prompt length, maximum length and random key; end-of-text ids."""
+    """Loop inputs: each row's prompt length, maximum length and random key; end-of-text ids.
+
+    acceptance: As in `speculative_generate`.
+    """
 
     prompt_B: jax.Array
     limit_B: jax.Array
     key_B: jax.Array
     eos_E: jax.Array
+    acceptance: Acceptance = struct.field(pytree_node=False)
+
+    def context(self, text: TextState, key_B: jax.Array) -> Context:
+        return Context(text.token_BL, self.prompt_B, text.length_B, key_B)
+
+    def position_keys(self, position_B: jax.Array) -> jax.Array:
+        """Return each row's key at a position, as plain decoding uses it.
+
+        A position that is drafted again reuses its key; nothing kept depends on the rejected draft.
+        """
+        return jax.vmap(jax.random.fold_in)(self.key_B, position_B)
 
 
 class RoundState(struct.PyTreeNode):
@@ -109,6 +132,7 @@ def speculative_generate(
     max_new_tokens: int | Sequence[int],
     num_draft_tokens: int = 4,
     sampler: Sampler = GREEDY,
+    acceptance: Acceptance = "text",
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
     lengths_B: Any = None,
@@ -123,6 +147,8 @@ def speculative_generate(
             a `PromptLookup`.
         num_draft_tokens: Maximum number of tokens to propose per target pass.
         sampler: Applies to both models.
+        acceptance: "text": the text of `generate` with the same seed. "distribution": sampled
+            tokens have the same distribution, and a few more draft tokens are accepted.
         Others as for `generate`.
 
     Raises:
@@ -133,6 +159,8 @@ def speculative_generate(
     """
     check_model(model, params)
     check_sampler(sampler)
+    if acceptance not in get_args(Acceptance):
+        raise SamplingError(f"acceptance must be 'text' or 'distribution', got {acceptance!r:.40}")
     if not isinstance(draft, PromptLookup):
         if not isinstance(draft, tuple | list) or len(draft) != 2:
             raise SamplingError(
@@ -174,7 +202,7 @@ def speculative_generate(
         draft if isinstance(draft, PromptLookup) else draft[0],
         num_draft_tokens,
         [its_params for _, its_params in pairs],
-        LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E),
+        LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E, acceptance),
         TextState(token_BL, start_B, running_B, sampler.begin(B)),
         starts[0].logits,
         [start.cache for start in starts],
@@ -296,19 +324,22 @@ def _accept_tokens(
     ) -> tuple[tuple[TextState, jax.Array], jax.Array]:
         text, alive_B = carry
         logits_BV, draft_B, q_BV = column
-        _, accept_B, draw_B = _position_keys(inputs, text.length_B)
-        scores_BV = apply_processors(logits_BV, text.sampler, _context(inputs, text, draw_B))
-        if text.sampler.greedy:
-            token_B = jnp.argmax(scores_BV, axis=1).astype(jnp.int32)
+        key_B = inputs.position_keys(text.length_B)
+        if inputs.acceptance == "text" or text.sampler.greedy:
+            token_B, after = sample_next(logits_BV, text.sampler, inputs.context(text, key_B))
             agreed_B = token_B == draft_B
         else:
+            _, accept_B, draw_B = _split(key_B)
+            context = inputs.context(text, draw_B)
+            scores_BV = apply_processors(logits_BV, text.sampler, context)
             if q_BV is None:
                 q_BV = jax.nn.one_hot(draft_B, scores_BV.shape[1])
             q_BV = jnp.where(draft_B[:, None] >= 0, q_BV, 0.0)
             token_B, agreed_B = accept_or_resample(scores_BV, draft_B, q_BV, accept_B, draw_B)
+            after = text.sampler.observe(scores_BV, token_B)
         finite_B = jnp.isfinite(logits_BV).all(axis=1)
         taken_B = alive_B & finite_B
-        memory = select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        memory = select_rows(taken_B, after, text.sampler)
         text = text.append(token_B, taken_B).replace(sampler=memory)
         finish_B = finish_reasons(token_B, text.length_B, inputs.limit_B, inputs.eos_E, finite_B)
         text = text.replace(finish_B=jnp.where(alive_B, finish_B, text.finish_B))
@@ -343,17 +374,16 @@ def _propose_tokens(
         trace, delta, _ = run_model(
             model, params, cache.segments, token_BT, position_BT, column_B=last_B
         )
-        logits_BV, (draw_B, _, _) = trace.logits[:, 0], _position_keys(inputs, text.length_B)
-        scores_BV = apply_processors(logits_BV, text.sampler, _context(inputs, text, draw_B))
-        q_BV = None if text.sampler.greedy else softmax(scores_BV)
-        if q_BV is None:
-            token_B = jnp.argmax(scores_BV, axis=1)
-        else:
-            token_B = jax.vmap(jax.random.categorical)(draw_B, scores_BV)
+        logits_BV, key_B = trace.logits[:, 0], inputs.position_keys(text.length_B)
+        exact = inputs.acceptance == "text" or text.sampler.greedy
+        context = inputs.context(text, key_B if exact else _split(key_B)[0])
+        scores_BV = apply_processors(logits_BV, text.sampler, context)
+        token_B, after = sample_next(logits_BV, text.sampler, context)
         good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
-        token_B = jnp.where(good_B, token_B.astype(jnp.int32), NO_TOKEN)
-        memory = select_rows(good_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        token_B = jnp.where(good_B, token_B, NO_TOKEN)
+        memory = select_rows(good_B, after, text.sampler)
         text = text.append(token_B, good_B).replace(sampler=memory)
+        q_BV = None if exact else softmax(scores_BV)
         return (_write_delta(cache, delta), text, token_B), (token_B, q_BV)
 
     def draft_next(carry: Any, i: jax.Array) -> Any:
@@ -387,17 +417,7 @@ def _write_delta(cache: KVCache, delta: Delta) -> KVCache:
     return cache.replace(tail=tail, cursor=next_B.max(), next_position_B=next_B)
 
 
-def _position_keys(
-    inputs: LoopInputs, position_B: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each row's keys at a position: to draft, to accept and to draw its token.
-
-    A position that is drafted again reuses its keys; nothing kept depends on the rejected draft.
-    """
-    key_B = jax.vmap(jax.random.fold_in)(inputs.key_B, position_B)
+def _split(key_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys to draft, to accept and to draw a token."""
     key_B3 = jax.vmap(lambda key: jax.random.split(key, 3))(key_B)
     return key_B3[:, 0], key_B3[:, 1], key_B3[:, 2]
-
-
-def _context(inputs: LoopInputs, text: TextState, key_B: jax.Array) -> Context:
-    return Context(text.token_BL, inputs.prompt_B, text.length_B, key_B)

@@ -19,6 +19,7 @@ from jaxllm.generation.options.validators import (
     Lists,
     Numbers,
     ScoreFunction,
+    check_acceptance,
     check_bool,
     check_criteria,
     check_early_stopping,
@@ -129,6 +130,8 @@ class GenerateOptions(TypedDict, total=False):
         num_assistant_tokens: speculative decoding: tokens that assistant_model drafts per step.
         prompt_lookup_num_tokens: speculative decoding: tokens drafted per step by lookup in the
             text itself.
+        acceptance: speculative decoding: "text": the text is the same as without it;
+            "distribution": sampled text has the same distribution, and more drafts are accepted.
         max_matching_ngram_size: speculative decoding: longest n-gram to look up, in tokens.
         penalty_alpha: contrastive search: weight of the penalty for similarity to the text.
         guidance_scale: classifier-free guidance: strength of the push away from negative_prompt.
@@ -198,6 +201,7 @@ class GenerateOptions(TypedDict, total=False):
     assistant_model: LanguageModel | None
     num_assistant_tokens: int | None
     prompt_lookup_num_tokens: int | None
+    acceptance: Literal["text", "distribution"] | None
     max_matching_ngram_size: int | None
     penalty_alpha: float | None
     guidance_scale: float | None
@@ -260,6 +264,7 @@ _ROWS: dict[str, Option] = {
     ),
     "num_assistant_tokens": Option(*_COUNT, 4),
     "prompt_lookup_num_tokens": Option(*_COUNT, selects_decoder=True),
+    "acceptance": Option(check_acceptance, '"text" or "distribution"', "text"),
     "max_matching_ngram_size": Option(*_COUNT, 3),
     "penalty_alpha": Option(number_checker(0, 1), "a number from 0 to 1", selects_decoder=True),
     "guidance_scale": Option(

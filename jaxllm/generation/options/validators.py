@@ -94,6 +94,13 @@ def check_seed(x: Any) -> int | str:
     return x if isinstance(x, str) and x == "random" else int_checker(0, MAX_SEED)(x)
 
 
+def check_acceptance(x: Any) -> str:
+    """Return speculative decoding's `acceptance`."""
+    if x not in ("text", "distribution"):
+        raise ValueError
+    return str(x)
+
+
 def check_early_stopping(x: Any) -> bool | str:
     """Return beam search's `early_stopping`: a bool or "never"."""
     return x if isinstance(x, str) and x == "never" else check_bool(x)
