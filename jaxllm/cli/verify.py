@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ Examples:
   jaxllm verify demo:llama
 
   jaxllm verify demo:llama --quantize int8 --against demo:llama --tolerance 0.05
+
+  jaxllm verify demo:llama --dtype bfloat16 --invariance
 """
 TRANSFORMERS = "transformers"
 
@@ -29,6 +31,7 @@ def verify(
     tolerance: float | None = None,
     as_json: AsJson = False,
     plot: Path | None = None,
+    invariance: bool = False,
     *,
     loading: ReferenceWeightOptions,
 ) -> None:
@@ -53,9 +56,14 @@ def verify(
       length: Length in tokens of the longer of the two prompts.
       tolerance: Tolerance, times max(1, largest number of a stage) [default: by dtype].
       plot: PNG file to draw: the error by stage.
+      invariance: Compare the model with itself instead: a text alone, and the same text in batches,
+        chunks and caches, speculated and served. All bits must be equal (docs/guarantees.md).
     """
     check_writable("--plot", plot)
     lm = loading.load(model)
+    if invariance:
+        _verify_invariance(lm, length, new_tokens, as_json)
+        return
     from jaxllm.evaluate.parity.report import to_json, to_png, to_text
     from jaxllm.evaluate.parity.tolerance import Tolerance
     from jaxllm.evaluate.verify import verify as compare
@@ -75,5 +83,23 @@ def verify(
     if plot is not None:
         to_png(report, plot)
         log(f"wrote {plot}")
+    if not report.holds:
+        raise typer.Exit(1)
+
+
+def _verify_invariance(lm: Any, length: int, new_tokens: int, as_json: bool) -> None:
+    from jaxllm.evaluate.invariance import Finding, check_invariance
+
+    def show(finding: Finding) -> None:
+        result = f"{finding.stage} differs by {finding.error:.1e}" if finding.stage else "same bits"
+        write(f"{finding.way:<30}{result}\n")
+
+    report = check_invariance(
+        lm, length=length, new_tokens=new_tokens, show=(lambda _: None) if as_json else show
+    )
+    if as_json:
+        write(json.dumps([finding._asdict() for finding in report.findings]) + "\n")
+    if not report.promised:
+        log("this model does not promise equal bits here: docs/guarantees.md says what that needs")
     if not report.holds:
         raise typer.Exit(1)
