@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.evaluate.invariance import check_invariance
 from jaxllm.models import FAMILIES
+from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.ops import native
 from jaxllm.weights.quantize import quantize
 from tests.tiny_models import load_twin, save_random, tokens
@@ -28,7 +30,10 @@ def load_invariant(directory: Path, dtype: str, weights: str | None) -> tuple[An
     return twin.model.clone(precision=precision), params
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+EACH = [pytest.param(f, marks=[pytest.mark.more] * (f != "mixtral")) for f in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     save_random(folder, request.param)
@@ -36,7 +41,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize(
-    "dtype, weights", [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+    ("dtype", "weights"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
 )
 def test_every_way_of_running_a_text_has_the_same_bits(
     directory: Path, dtype: str, weights: str | None
@@ -44,6 +49,8 @@ def test_every_way_of_running_a_text_has_the_same_bits(
     model, params = load_invariant(directory, dtype, weights)
     ids = tokens(1, LENGTH)
     whole = np.asarray(jaxllm.forward(model, params, None, ids).logits)[0]
+    if dtype == "bfloat16" and weights is None:
+        assert has_invariant_rows(model, params)
     for name, found in ways(model, params, ids):
         at = [i for i, row in found.items() if row.tobytes() != whole[i].tobytes()]
         assert not at, (name, at, max(np.abs(found[i] - whole[i]).max() for i in at))
@@ -78,3 +85,27 @@ def ways(model: Any, params: Any, ids: np.ndarray) -> Any:
             f"row of {rows}, padding on the {'left' if left else 'right'}",
             {T - 1: np.asarray(logits[rows // 2])},
         )
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("demo", ["demo:llama", "demo:gpt2"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_report_finds_no_difference_on_demos(demo: str, quantize: str | None) -> None:
+    """Batches, chunks, caches, speculation and `serve` give a demo's text the same bits."""
+    lm = jaxllm.load(demo, dtype="bfloat16", quantize=quantize)
+    report = check_invariance(lm, show=lambda _: None)
+    assert report.promised
+    assert report.holds, report.findings
+
+
+@pytest.mark.more
+def test_report_names_first_stage_that_differs() -> None:
+    """Without kernels, the report does not promise equal bits, and names where they differ."""
+    lm = jaxllm.load("demo:llama")
+    with native.disable_kernels():
+        report = check_invariance(lm, length=40, new_tokens=4, show=lambda _: None)
+    assert not report.promised
+    assert not report.holds
+    stages = {finding.way: finding.stage for finding in report.findings}
+    assert stages["chunks of 1"].startswith("blocks.")
+    assert not stages["compiled anew"]

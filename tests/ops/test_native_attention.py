@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -208,3 +209,50 @@ def test_soft_cap_gradient_and_vmap_equal_plain_jax() -> None:
     np.testing.assert_allclose(ours[0], plain[0], rtol=1e-5)
     np.testing.assert_allclose(ours[1], plain[1], atol=1e-5)
     np.testing.assert_allclose(batch, [loss(q, parts), loss(2 * q, parts)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bits_follow_from_positions_alone(isa: str, dtype: Any) -> None:
+    """A query's result has the same bits whatever parts and slots its keys are in, whichever row
+    they are in, and whatever else is asked at the same time.
+    """
+    rng = np.random.default_rng(3)
+    S, K, H, N = 700, 2, 64, 8
+    k, v = (jnp.asarray(rng.normal(0, 1, (1, S, K, H)), dtype) for _ in range(2))
+    q = jnp.asarray(rng.normal(0, 1, (1, S, N, H)), dtype)
+    position = np.arange(S, dtype=np.int32)[None]
+    rules: Any = {"scale": 0.3, "window": 300}
+
+    def run(at: slice, parts: list[tuple[Any, Any, Any]], row_B: Any = None) -> np.ndarray:
+        rows = 1 if row_B is None else len(row_B)
+        held = [ops.Part(*map(jnp.asarray, part)) for part in parts]
+        asked = (jnp.repeat(q[:, at], rows, 0), jnp.repeat(position[:, at], rows, 0))
+        return np.asarray(ops.attend(*asked, held, row_B=row_B, **rules)[0], np.float32)
+
+    whole = run(slice(None), [(k, v, position)])[0]
+    order = rng.permutation(S)  # slots in any order, others empty
+    empty = np.full((1, 900), -1, np.int32)
+    slots = np.sort(rng.permutation(900)[:S])
+    empty[0, slots] = order
+    blank = jnp.zeros((1, 900, K, H), dtype)
+    spread_k, spread_v = (blank.at[:, slots].set(x[:, order]) for x in (k, v))
+
+    def cut(*ends: int) -> list[tuple[Any, Any, Any]]:
+        pairs = itertools.pairwise(ends)
+        return [(k[:, a:b], v[:, a:b], position[:, a:b]) for a, b in pairs]
+
+    ways = {
+        "spread": [(spread_k, spread_v, empty)],
+        "cut": cut(0, 1, 333, S),
+        "a part of a hundred": cut(0, 100, S),
+    }
+    for name, parts in ways.items():
+        for at in (slice(0, 1), slice(650, 651), slice(100, 140), slice(0, S)):
+            assert run(at, parts)[0].tobytes() == whole[at].tobytes(), (name, at)
+    others = [jnp.asarray(rng.normal(0, 1, (4, S, K, H)), dtype).at[2].set(x[0]) for x in (k, v)]
+    last = (k[:, 650:651], v[:, 650:651], position[:, 650:651])
+    rows = np.repeat(np.where(position < 650, position, -1), 4, 0)
+    some = [tuple(jnp.repeat(x, 3, 0) for x in last)]
+    found = run(slice(650, 651), [(*others, rows), *some], np.array([2, 0, 9], np.int32))
+    assert found[0].tobytes() == whole[650:651].tobytes()
+    assert found[1].tobytes() != found[0].tobytes()
