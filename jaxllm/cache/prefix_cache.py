@@ -1,8 +1,8 @@
 """Prefix cache across requests: a store of keys and values, found by the text that made them.
 
 Entries are chunks of tokens of one row. A chunk's key is a hash of all tokens up to its end, so an
-entry depends only on its own text, and is found only with all entries before it. `serve` runs
-prompts in the same chunks whether entries are found or not, so results have the same bits.
+entry depends only on its own text, and is found only with all entries before it. `serve` computes
+it with the same bits whether entries are found or not.
 """
 
 import dataclasses
@@ -71,9 +71,9 @@ class PrefixCache:
 
         Args:
             max_bytes: Limit of the bytes held. 0 holds nothing.
-            chunk: Tokens per entry. Prompts run in chunks of this size: a larger one is faster to
-                run, a smaller one finds more of a text. Per token, 128 take 1.2 times the
-                processor time of 256, and 64 take 1.7 times (TinyLlama, int8, AMX).
+            chunk: Tokens per entry: a smaller one finds more of a text. Where a row's bits depend
+                on the shape of a computation (`has_invariant_rows`), prompts run in chunks of this
+                size, and a larger one is faster.
 
         Raises:
             CapacityError: A size is not an integer in its range.

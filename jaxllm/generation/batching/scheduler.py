@@ -192,7 +192,8 @@ def serve(
             token immediately.
         prefix_cache: Holds prompt chunks, which later requests do not run again. Tokens and
             log-probabilities have the same bits whether chunks are found or not, and whatever else
-            runs. Each prompt then runs alone in chunks of `prefix_cache.chunk` tokens.
+            runs. Unless the model has invariant rows (`has_invariant_rows`), each prompt then runs
+            alone in chunks of `prefix_cache.chunk` tokens.
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
