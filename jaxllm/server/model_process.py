@@ -7,6 +7,7 @@ embeddings) runs in a pool of threads, so that a long prompt delays no other req
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -93,13 +94,17 @@ class ModelProcess:
     def __init__(self, lm: "LM", settings: ModelSettings, frames: FrameSocket) -> None:
         from jaxllm.cache.prefix_cache import PrefixCache
         from jaxllm.generation.background import BackgroundServer
+        from jaxllm.models.invariance import has_invariant_rows, make_invariant
 
+        lm = dataclasses.replace(lm, model=make_invariant(lm.model))
         usual = min(lm.config.default_cache_size, 4096)
         self.lm, self.rows, self.capacity = lm, settings.rows, settings.capacity or usual
         self._frames, self._prefixes = frames, settings.public_prefixes
-        # Without bytes it holds nothing; prompts run in the same chunks, so bits are the same.
+        # Without bytes it holds nothing, and bits are the same. Small chunks find more, but prompts
+        # run in chunks of this size where bits depend on shapes.
+        chunk = 32 if has_invariant_rows(lm.model, lm.params) else 128
         self._prefix_cache = (
-            PrefixCache(settings.prefix_bytes) if lm.config.segment_length is None else None
+            PrefixCache(settings.prefix_bytes, chunk) if lm.config.segment_length is None else None
         )
         self._server = BackgroundServer(
             lm, rows=self.rows, capacity=self.capacity,
@@ -120,15 +125,18 @@ class ModelProcess:
         }
 
     def warm_up(self) -> None:
-        """Compile the programs of prompts of any length, and of decoding."""
-        longest = self._prefix_cache.chunk if self._prefix_cache else 256
-        widths = [n for n in (1, 8, 16, 32, 64, 128, 256) if n <= longest]
-        for length in (*widths, longest + 1):
-            if length + 2 > self.context:
-                break
+        """Compile the programs of prompts of any length, and of decoding any number of rows."""
+        widths = [n for n in (1, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
+        counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
+        for count, length in itertools.product(counts, widths):
+            if count > 1 and length != 8:
+                continue
             for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
-                request = {"prompt": [0] * length, "max_new_tokens": 2, "namespace": "warm-up"}
-                self._server.submit({**request, **options, "on_chunk": bool}).result()
+                request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
+                request |= {"namespace": "warm-up", "on_chunk": bool, **options}
+                running = [self._server.submit(request) for _ in range(count)]
+                for answer in running:
+                    answer.result()
 
     def _describe_cache(self) -> Frame:
         if self._prefix_cache is None:

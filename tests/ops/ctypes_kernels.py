@@ -76,6 +76,10 @@ Kernels = structure(
     ),
     merge=ctypes.CFUNCTYPE(None, _Q, c_int64, c_void_p, c_void_p),
     put=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    sum_rows=c_void_p,
+    logsumexp_rows=c_void_p,
+    softmax_rows=c_void_p,
+    normalize=c_void_p,
     many=Products,
 )  # fmt: skip
 

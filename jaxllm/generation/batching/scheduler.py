@@ -30,6 +30,7 @@ from jaxllm.generation.batching.requests import (
 )
 from jaxllm.generation.batching.slots import (
     TokenRun,
+    bucket_rows,
     pack_microbatch,
     row_adapters,
     run_microbatch,
@@ -43,7 +44,7 @@ from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.site_inputs import check_edits, fingerprint, stack_rows
 from jaxllm.models.sites import NO_EDITS, Edits
-from jaxllm.ops.padding import next_power_of_two, pad_rows
+from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.model import Model
@@ -51,6 +52,7 @@ from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
 _TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
+_ALONE = 32  # longer runs fill the processor alone, and need no programs for several rows
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
@@ -247,11 +249,12 @@ def serve(
             now, steps = _run_burst(model, params, now, burst, few_rows)
         else:
             runs = _token_runs(now.active, chunk, multiple)
-            groups = (
-                split_microbatches(runs, rows + chunk)
-                if store is None or few_rows
-                else split_chunks(runs, multiple)
-            )
+            if few_rows:
+                groups = split_microbatches(runs, rows + chunk, alone=_ALONE)
+            elif store is None:
+                groups = split_microbatches(runs, rows + chunk)
+            else:
+                groups = split_chunks(runs, multiple)
             now, steps = _run_step(model, params, now, groups, few_rows)
             if store is not None:
                 store.add(now, runs)
@@ -349,7 +352,7 @@ def _run_burst(
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run several steps in one call, if all rows decode; stop when a row ends."""
     rows, seats = state.cache.batch, state.active
-    R = min(next_power_of_two(len(seats)), rows) if few_rows else rows
+    R = min(bucket_rows(len(seats)), rows) if few_rows else rows
     row_R = None
     if rows > R:
         row_R = np.full(R, rows, np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm import steps
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta
+from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import next_power_of_two
@@ -78,11 +78,13 @@ class Microbatch(struct.PyTreeNode):
     edits: Edits = NO_EDITS
 
 
-def split_microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
+def split_microbatches(
+    runs: Sequence[TokenRun], limit: int, *, alone: int = MAX_SLOTS
+) -> Iterator[list[TokenRun]]:
     """Split and group token runs so that no group has more than `limit` tokens.
 
     Groups contain runs of one padded width, and either only single-row or only shared runs. The
-    tokens of a run keep their order.
+    tokens of a run keep their order. alone: runs of more tokens than this have a group each.
     """
     queue = [run for run in runs if run.index_T.size]
     while queue:
@@ -91,8 +93,8 @@ def split_microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[To
             piece = run.slice_tokens(slice(0, limit))
             kind = (_padded_width(piece.index_T.size), len(run.rows) > 1)
             groups.setdefault(kind, []).append(piece)
-        for pieces in groups.values():
-            yield from _split_groups(pieces, limit)
+        for (width, _), pieces in groups.items():
+            yield from _split_groups(pieces, limit) if width <= alone else ([p] for p in pieces)
         queue = [run.slice_tokens(slice(limit, None)) for run in queue if run.index_T.size > limit]
 
 
@@ -127,6 +129,14 @@ def _padded_width(tokens: int) -> int:
     return 1 if tokens == 1 else next_power_of_two(tokens, 8)
 
 
+def bucket_rows(count: int) -> int:
+    """Return the number of rows that a program for `count` rows has: a power of four.
+
+    Each number of rows compiles its own programs, and a few more rows cost little.
+    """
+    return 1 << 2 * (((count - 1).bit_length() + 1) // 2)
+
+
 def pack_microbatch(
     runs: Sequence[TokenRun], rows: int, *, few_rows: bool = False
 ) -> tuple[Microbatch, np.ndarray]:
@@ -136,7 +146,7 @@ def pack_microbatch(
     always do; by default they use all rows, like a decode step.
     """
     width = _padded_width(max(run.index_T.size for run in runs))
-    few = next_power_of_two(len(runs))
+    few = bucket_rows(len(runs)) if few_rows else next_power_of_two(len(runs))
     uses_all_rows = (width == 1 and not few_rows) or few >= rows
     R = rows if uses_all_rows else few
     at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
