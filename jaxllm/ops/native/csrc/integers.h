@@ -82,7 +82,11 @@ struct Int8 {
           out[n] = from_int8(p);
       }
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const {
+      if constexpr (Blocks)
+        return of->groups.spread.template apart<1>(reinterpret_cast<const uint8_t*>(codes(c)) - 2, 0);
+      return of->groups.scale(groups, c);
+    }
   };
   const Weight& w;
   int64_t distance;
@@ -91,7 +95,7 @@ struct Int8 {
 
   JAXLLM_INLINE Row row(int64_t o) const {
     return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
-            S == Scales::kUnit ? groups.row(o) : GroupRow{}};
+            S == Scales::kUnit && !Blocks ? groups.row(o) : GroupRow{}};
   }
 };
 
@@ -115,7 +119,11 @@ struct Int4 {
       if (Zero) zero = of->groups.zero(groups, c);
       of->nibbles.values(codes_at<4, Blocks>(at, c), zero, out);
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const {
+      if constexpr (Blocks)
+        return of->groups.spread.template apart<kUnit / 32>(at + (c >> 5) * block_bytes(4), block_bytes(4));
+      return of->groups.scale(groups, c);
+    }
   };
   const Weight& w;
   int64_t distance;
@@ -123,7 +131,7 @@ struct Int4 {
   Nibbles<Zero> nibbles;
   Int4(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, kUnit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, groups.row(o)}; }
+  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, Blocks ? GroupRow{} : groups.row(o)}; }
 };
 
 template <bool Pairs>

@@ -98,7 +98,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
   const int64_t distance = r ? 0 : distance_of(w.stride);
   GroupRow group[O];
   JAXLLM_UNROLL
-  for (int i = 0; i < O && !kRow; i++) group[i] = groups.row(o + i);
+  for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o + i);
   Floats total[O][R];
   Ints exact[O][R];
   clear(total);
@@ -133,7 +133,11 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
           const Bytes bytes = codes_at<kBits, kBlocks>(line[p], v * kColumns);
           first[p] = kFour ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
           if (kFour) second[p] = bytes >> 4;
-          if (!kRow) scale[p] = groups.scale(group[i + p], column);
+          if constexpr (kBlocks)
+            scale[p] = groups.spread.template apart<(kColumns + 31) / 32>(
+                line[p] + v * kColumns / 32 * block_bytes(kBits), block_bytes(kBits));
+          else if (!kRow)
+            scale[p] = groups.scale(group[i + p], column);
           if (W == Read::kInt4Zero) zero[p] = groups.zero(group[i + p], column);
         }
         JAXLLM_UNROLL
