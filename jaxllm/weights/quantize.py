@@ -42,7 +42,10 @@ def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
         if sparse.parse(rules) is not None:
             rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
         return [*rows, (".*", rules)]
-    if isinstance(rules, tuple) and all(isinstance(row, tuple) for row in rules):
+    names = str, type(None)
+    if isinstance(rules, tuple) and all(
+        isinstance(row, tuple) and all(isinstance(x, names) for x in row) for row in rules
+    ):
         return list(_check_rows(rules))
     return _check_rows.__wrapped__(rules)
 

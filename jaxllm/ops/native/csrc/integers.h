@@ -70,7 +70,11 @@ struct Int8 {
     GroupRow groups;
 
     JAXLLM_INLINE const int8_t* codes(int64_t c) const { return at + (Blocks ? (c >> 5) * block_bytes(8) + 2 : c); }
-    JAXLLM_INLINE void fetch(int64_t c) const { ahead(reinterpret_cast<const uint8_t*>(codes(c)), of->distance); }
+    JAXLLM_INLINE void fetch(int64_t c) const {
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(codes(c));
+      ahead(line, of->distance);
+      if (Blocks) ahead(line + 64, of->distance);  // two blocks are more than a line
+    }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       JAXLLM_UNROLL
@@ -111,7 +115,9 @@ struct Int4 {
     GroupRow groups;
 
     JAXLLM_INLINE void fetch(int64_t c) const {
-      ahead(at + (Blocks ? (c >> 5) * block_bytes(4) : c / 2), of->distance);
+      const uint8_t* line = at + (Blocks ? (c >> 5) * block_bytes(4) : c / 2);
+      ahead(line, of->distance);
+      if (Blocks) ahead(line + 64, of->distance);
     }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {

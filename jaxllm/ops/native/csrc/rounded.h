@@ -119,8 +119,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
       JAXLLM_UNROLL
       for (int p = 0; p < P; p++) {
         line[p] = w.data + (o + i + p) * w.stride + kChunkBytes * (b * kChunks + c);
-        ahead(line[p], distance);
-        if (!kFour) ahead(line[p] + 64, distance);
+        for (int at = 0; at < kChunkBytes; at += 64) ahead(line[p] + at, distance);
       }
       JAXLLM_UNROLL
       for (int v = 0; v < kRegistersOfChunk; v++) {
