@@ -14,6 +14,7 @@ from flax import struct
 
 from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.types.arrays import add_dependency
 from jaxllm.weights.types.base import Format, WeightBase, check_finite, nan_out_of_range
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
@@ -67,7 +68,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         return nan_out_of_range(_split_blocks(bytes_NB, self.bits).to_dense(), index, rows)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.to_int_weight().matmul(x_RI)
+        return add_dependency(x_RI, self).to_int_weight().matmul(x_RI)
 
     def native_matrix(self) -> native.Matrix:
         kind = native.Kind.INT4 if self.bits == 4 else native.Kind.INT8
