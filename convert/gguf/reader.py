@@ -60,6 +60,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     config = read_config(first, entries, divisors, strict=strict)
     tensors: dict[str, LazyTensor] = {}
     formats: dict[str, str] = {}
+    blocks: dict[str, LazyTensor] = {}
     complaints: list[str] = []
     kept = _quantizable_paths(config, row)
     for found in names.match_names(row.modules, (name for name in stored if name not in divisors)):
@@ -75,6 +76,8 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         else:
             formats[found.path] = leaf[0].name
             tensors |= {f"{found.path}{piece}": tensor for piece, tensor in leaf[1].items()}
+            if (mapped := placed.to_blocks()) is not None:
+                blocks[found.path] = mapped
     check_tensors(tensors, config, str(path), formats, complaints)
     precision = _precision(tensors, formats, config)
     generation = check_special_ids(_read_special_ids(first), f"{path}")
@@ -87,6 +90,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         formats,
         file_format=FORMAT_NAME,
         ignored=unknown_keys(first),
+        blocks=blocks,
     )
 
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks, read_q4_k
 from jaxllm.convert.gguf.header import TensorInfo
+from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
 from jaxllm.weights.types.bitpack import CHUNK
+from jaxllm.weights.types.block_weight import fits_in_place, row_bytes
 from jaxllm.weights.types.int_weight import OFFSET, IntFormat
 
 _EIGHT, _FOUR = (
@@ -34,11 +36,13 @@ class LeafRecipe(NamedTuple):
         read_packed: Reads the bytes of 4-bit codes as the leaf packs them: columns i and i + 16 of
             32 share one. None: the leaf has a byte per code.
         padding_byte: The byte of codes in padding columns, which stand for zero.
+        stored_bits: Bits of a stored code, if `native.unpack` reads the type.
     """
 
-    format: Format
+    format: IntFormat
     read_packed: ReadBlocks | None = None
     padding_byte: int = 0
+    stored_bits: int = 0
 
     def read_piece(self, block: BlockType, name: str, blocks: np.ndarray) -> np.ndarray:
         """Return the numbers of a piece `[n, k]`, from blocks uint8 `[n, nbytes]`."""
@@ -55,8 +59,8 @@ class LeafRecipe(NamedTuple):
                 return block.read_scales(blocks)[:, 0::2]
             case "second":
                 return block.read_scales(blocks)[:, 1::2]
-            case "zero":
-                return np.zeros(block.read_scales(blocks).shape, np.uint8)
+        if self.format.scale_dtype == "float16":  # a block's first number: copied, not converted
+            return blocks[:, :2].view(np.float16)
         return block.read_scales(blocks)
 
 
@@ -79,10 +83,19 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
-    "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles),
-    "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE))),
-    "Q6_K": LeafRecipe(IntFormat(8, 16)),
+    "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles, stored_bits=4),
+    "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE)), stored_bits=5),
+    "Q6_K": LeafRecipe(IntFormat(8, 16), stored_bits=6),
 }
+# The names that `native.unpack` has for a leaf's pieces.
+_UNPACKED = {
+    "data": "codes",
+    "scale": "first",
+    "first": "first",
+    "offset": "second",
+    "second": "second",
+}
+IN_PLACE = ("Q8_0", "Q4_0")  # types whose blocks kernels read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +158,18 @@ class GGUFTensor:
         apart = parts if len(shape) > 1 else None
         return LazyTensor(dtype, shape, read, self._raw_tensor.release, apart)
 
+    def to_blocks(self) -> LazyTensor | None:
+        """Return its bytes as a `BlockWeight` holds them, or None if that cannot be."""
+        kept, info = LEAVES.get(self.block.name), self.tensor_info
+        if kept is None or self.row_order is not None or self.weight_offset:
+            return None
+        bits = kept.format.bits
+        if self.block.name not in IN_PLACE or not fits_in_place(bits, info.shape):
+            return None
+        before = info.offset % ALIGNMENT
+        size = before + info.shape[0] * row_bytes(bits, info.shape[1])
+        return view_mapped_tensor(self.buffer, info.offset - before, np.uint8, (size,))
+
     def to_leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
         """Return the format and the pieces of an exact leaf, or None if there is none."""
         kept = LEAVES.get(self.block.name)
@@ -159,6 +184,11 @@ class GGUFTensor:
         self, kept: LeafRecipe, name: str, shape: PartialShape, dtype: Any
     ) -> LazyTensor:
         size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
+        if name.endswith(".zero"):  # codes are from 0; the offset does the rest
+            return LazyTensor(held, size, lambda: empty_aligned(size, held, zeroed=True))
+        unpacked = None
+        if kept.stored_bits and native.load_kernels() is not None:
+            unpacked = _UNPACKED[name.rpartition(".")[2]]
         empty = kept.padding_byte if name.endswith(".data") else 0
 
         def read() -> np.ndarray:
@@ -168,12 +198,21 @@ class GGUFTensor:
                 rows = rows.view(np.uint8)
             for raw in self._read_raw_rows(BLOCK_ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
+                if unpacked is not None:
+                    native.unpack(
+                        kept.stored_bits, blocks, **{unpacked: rows[done : done + len(raw)]}
+                    )
+                    done += len(raw)
+                    continue
                 made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
                 count = made.shape[1]
                 into[:, count:] = empty
-                if made.dtype == into.dtype and made.strides[2] == made.itemsize:
+                if (
+                    made.dtype == into.dtype
+                    and made.strides[2] == made.itemsize < made[0, 0].nbytes
+                ):
                     whole = np.dtype((np.void, made.shape[2] * made.itemsize))
                     into, made = into.view(whole), made.view(whole)  # a copy per block, not number
                 into[:, :count] = made

@@ -41,6 +41,7 @@ from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, check_params
 from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
+from jaxllm.weights.types.block_weight import BlockWeight
 from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.lora import keep_chosen_adapter
 
@@ -100,10 +101,10 @@ def _iter_arrays(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, A
         return
     inside = functools.reduce(lambda x, key: {key: x}, reversed(keys), load_weight(node))
     leaves = jax.tree_util.tree_leaves_with_path(
-        keep_chosen_adapter(inside), is_leaf=lambda x: isinstance(x, IntWeight)
+        keep_chosen_adapter(inside), is_leaf=lambda x: isinstance(x, IntWeight | BlockWeight)
     )
     for path, leaf in leaves:
-        arrays = leaf.arrays() if isinstance(leaf, IntWeight) else {"": leaf}
+        arrays = leaf.arrays() if isinstance(leaf, IntWeight | BlockWeight) else {"": leaf}
         for name, array in arrays.items():  # the names in files, whatever the fields' names
             yield f"{jax.tree_util.keystr(path)}{name}", array
 

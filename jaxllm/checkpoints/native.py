@@ -31,6 +31,7 @@ from jaxllm.files import (
     read_json,
     write_json,
 )
+from jaxllm.ops import native
 from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
@@ -43,6 +44,7 @@ from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.arrays import DTYPES
+from jaxllm.weights.types.block_weight import map_blocks
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -65,6 +67,8 @@ class Checkpoint:
         file_format: the file format.
         recipe: the compression steps applied so far, one line per step.
         ignored: names of settings in the files that jaxllm does not use.
+        blocks: bytes of some quantized weights, by path, as a `BlockWeight` holds them: native
+            kernels read them in place of the pieces.
     """
 
     directory: Path
@@ -76,6 +80,7 @@ class Checkpoint:
     file_format: str = FORMAT
     recipe: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    blocks: Mapping[str, LazyTensor] = dataclasses.field(default_factory=dict)
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -212,10 +217,12 @@ def load_params(
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     files = _identify_files(checkpoint.directory), repr(precision)
     passed = is_known(files)
+    in_place = placer is None and native.is_enabled() and jax.default_backend() == "cpu"
+    blocks = checkpoint.blocks if in_place else {}
     quantized = [
         partial(_read_pieces, checkpoint, path, shape.shape)
         for path, shape in flatten(shapes)
-        if path in checkpoint.formats and placed.is_local(path)
+        if path in checkpoint.formats and path not in blocks and placed.is_local(path)
     ]
     with (
         bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance,
@@ -227,7 +234,11 @@ def load_params(
                 return NotLocal()
             if path in checkpoint.formats:
                 format = parse_format(checkpoint.formats[path])
-                leaf = precision.cast(path, format.from_file(path, shape.shape, next(pieces)))
+                if path in blocks:
+                    stored = map_blocks(path, format, shape.shape, blocks[path], passed=passed)
+                else:
+                    stored = format.from_file(path, shape.shape, next(pieces))
+                leaf = precision.cast(path, stored)
                 advance(leaf.nbytes)
                 return placed.place_weight(path, leaf)
             tensor = checkpoint.tensors[path]
@@ -287,7 +298,9 @@ def with_params(checkpoint: Checkpoint, params: Params, precision: Precision) ->
         if "" not in pieces:
             formats[path] = peek_weight(weight).format
         tensors |= {f"{path}{name}": piece for name, piece in pieces.items()}
-    return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
+    return dataclasses.replace(
+        checkpoint, tensors=tensors, precision=precision, formats=formats, blocks={}
+    )
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
@@ -332,7 +345,9 @@ def dequantize_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
         for path in shapes
     }
     precision = checkpoint.precision.without_quantization()
-    return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats={})
+    return dataclasses.replace(
+        checkpoint, tensors=tensors, precision=precision, formats={}, blocks={}
+    )
 
 
 def _read_quantized(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Weight:

@@ -4,8 +4,6 @@ A thread of `BackgroundServer` decodes. Everything else (templates, tokenizers, 
 embeddings) runs in a pool of threads, so that a long prompt delays no other request.
 """
 
-import contextlib
-import ctypes
 import dataclasses
 import itertools
 import os
@@ -239,14 +237,15 @@ class ModelProcess:
         """
         if self._programs < self._trim_at:
             return
+        from jaxllm.ops.compile_cache import return_freed_memory
+
         if self._programs > MAX_PROGRAMS:
             import jax
 
             self._programs = 0
             jax.clear_caches()
         self._trim_at = self._programs + PROGRAMS_PER_TRIM
-        with contextlib.suppress(AttributeError, OSError):  # glibc's alone
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""

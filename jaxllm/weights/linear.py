@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native, pallas
 from jaxllm.weights.formats import Weight, as_weight
-from jaxllm.weights.types.arrays import matmul
+from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import WeightBase, round_up
 from jaxllm.weights.types.int_weight import IntWeight
 
@@ -176,6 +176,7 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
 
     def multiply(weight: Any) -> jax.Array:
+        weight = add_dependency(x_RI, weight, kernel=True)  # never all layers' weights at once
         scale_O = None
         if weight.has_row_scale and dtype == jnp.bfloat16:
             # Integers are exact in bfloat16, and so are powers of two times them; without those, a

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.ops.compile_cache import return_freed_memory
 from jaxllm.weights.formats import Weight, parse_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, Placement, put
@@ -88,6 +89,7 @@ def read_weight(
     leaf: Weight = parse_format(name).quantize_blocks(
         tensor.shape, lambda: _read_blocks(path, tensor, dtypes, complaints)
     )
+    return_freed_memory()  # blocks of temporary arrays
     return leaf
 
 

@@ -8,7 +8,9 @@ parameters: `layers\\.0` is all of layer 0, `.*mlp\\.down_proj` one linear of ea
 `lm_head\\.weight` one parameter. The first row that matches a path or one of its modules wins.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -102,6 +104,14 @@ def first_match(rules: Iterable[tuple[str, V]], path: str) -> V | None:
     names = path.split(".")
     around = [".".join(names[:n]) for n in range(len(names), 0, -1)]
     for regex, value in rules:
-        if any(map(compile_pattern(regex).fullmatch, around)):
+        text = _literal_text(regex)
+        if any(map(compile_pattern(regex).fullmatch, around)) if text is None else text in around:
             return value
     return None
+
+
+@cache
+def _literal_text(regex: str) -> str | None:
+    """Return the one text that `re.escape` made this regex of, or None."""
+    text = re.sub(r"\\(.)", r"\1", regex) if isinstance(regex, str) else ""
+    return text if text and re.escape(text) == regex else None

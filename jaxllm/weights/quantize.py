@@ -1,6 +1,8 @@
 """Quantization as a transform of parameters, driven by an ordered table of path rules."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -40,6 +42,16 @@ def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
         if sparse.parse(rules) is not None:
             rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
         return [*rows, (".*", rules)]
+    names = str, type(None)
+    if isinstance(rules, tuple) and all(
+        isinstance(row, tuple) and all(isinstance(x, names) for x in row) for row in rules
+    ):
+        return list(_check_rows(rules))
+    return _check_rows.__wrapped__(rules)
+
+
+@lru_cache(maxsize=16)  # a model's rules are resolved for each of its parameters
+def _check_rows(rules: Any) -> list[tuple[str, str | None]]:
     rows = as_schema(rules, list[tuple[str, str | None]], "quantization rules", ConfigError)
     for regex, name in rows:
         compile_pattern(regex, "quantization rule")

@@ -114,10 +114,10 @@ def view_mapped_tensor(
     )
 
 
-def empty_aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an uninitialized array that XLA:CPU can use without a copy."""
-    dtype = np.dtype(dtype)
-    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+def empty_aligned(shape: tuple[int, ...], dtype: Any, *, zeroed: bool = False) -> np.ndarray:
+    """Return an array, uninitialized if not `zeroed`, that XLA:CPU can use without a copy."""
+    dtype, make = np.dtype(dtype), np.zeros if zeroed else np.empty
+    raw = make(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     return raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT].view(dtype).reshape(shape)
 
 

@@ -214,7 +214,7 @@ def _build_kernels(copy: Path) -> Path:
     include = Path(jaxlib.__file__).parent / "include"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-isystem", include]
     command += ["-DJAXLLM_SET=portable", '-DJAXLLM_LAYER="layers/portable.h"']
-    files = [sources / name for name in ("ffi.cc", "sets.cc", "set.cc")]
+    files = [sources / name for name in ("ffi.cc", "sets.cc", "set.cc", "unpack.cc")]
     subprocess.run([*map(str, command), *map(str, files), "-o", str(library)], check=True)
     return library
 

@@ -87,11 +87,13 @@ def _pack_weight(matrix: Any) -> bytes:
         w.escapes,
         w.mask_stride,
         w.values,
+        w.blocks,
     )
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
-    arrays = (matrix.data, matrix.scale, matrix.zero, nibbles, begin, column, value)
+    scale = None if matrix.blocks else matrix.scale
+    arrays = (matrix.data, scale, matrix.zero, nibbles, begin, column, value)
     arrays += (matrix.mask, matrix.begin)
-    return struct.pack("12q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
+    return struct.pack("13q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
 
 
 def pack_cases(seed: int) -> bytes:

@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKS = "-fsanitize=address,undefined,float-cast-overflow -fno-omit-frame-pointer -g1"
 KERNELS = ("linear", "widen", "attend")
 FINDING = re.compile(r"ERROR: AddressSanitizer.*|.*runtime error:.*|wrong answer:.*")
-THROUGH_XLA = ("test_ffi.py", "test_native.py", "test_native_attention.py", "test_experts.py")
+THROUGH_XLA = [
+    f"tests/ops/test_{name}.py" for name in ("ffi", "native", "native_attention", "experts")
+]
+THROUGH_XLA += [
+    "tests/weights/test_block_weight.py",
+    "tests/convert/gguf/test_reader.py::test_k_types_are_unpacked_natively",
+]
 
 
 class Missing(Exception):
@@ -106,9 +112,8 @@ def check(environment: dict[str, str], cases: int, seed: int, through_xla: bool)
             _, findings = run_module(["tests.ops.random_cases", *arguments], environment)
             rows.append(Row(kernel, isa, cases, findings))
     if through_xla:
-        tests = [f"tests/ops/{name}" for name in THROUGH_XLA]
         options = ["-q", "-p", "no:cacheprovider", "--timeout", "3000"]
-        output, findings = run_module(["pytest", *options, *tests], environment)
+        output, findings = run_module(["pytest", *options, *THROUGH_XLA], environment)
         passed = re.search(r"(\d+) passed", output)
         rows.append(Row("through XLA", "all", int(passed[1]) if passed else 0, findings))
     return rows

@@ -31,10 +31,10 @@ def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
 
 Weight = structure(
     "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
-    group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, nibbles=c_void_p,
-    nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p, escape_column=c_void_p,
-    escape_value=c_void_p, escapes=c_int32, mask=c_void_p, mask_stride=c_int64, begin=c_void_p,
-    values=c_int64,
+    group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, blocks=c_bool,
+    nibbles=c_void_p, nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p,
+    escape_column=c_void_p, escape_value=c_void_p, escapes=c_int32, mask=c_void_p,
+    mask_stride=c_int64, begin=c_void_p, values=c_int64,
 )  # fmt: skip
 Input = structure(
     "Input",
@@ -117,17 +117,19 @@ class Matrix:
     packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
     mask: np.ndarray | None = None  # sparse weights only; data holds their values
     begin: np.ndarray | None = None  # bitmap weights only
+    blocks: bool = False  # data holds the scales too, as GGUF's blocks
 
     @property
     def native(self) -> Any:
         rows, columns = self.numbers.shape
         w = Weight(
             kind=self.kind, rows=rows, columns=columns, data=address(self.data),
-            stride=self.data.shape[-1] * self.data.itemsize, scale=address(self.scale),
-            zero=address(self.zero),
+            stride=self.data.shape[-1] * self.data.itemsize, zero=address(self.zero),
+            scale=None if self.blocks else address(self.scale), blocks=self.blocks,
         )  # fmt: skip
         if self.scale is not None:
-            w.groups, w.half = self.scale.shape[1], self.scale.dtype == np.float16
+            w.groups = self.scale.shape[1]
+            w.half = self.scale.dtype == np.float16 and not self.blocks
             w.group = self.group or -(-columns // 128) * 128
         if self.packed:
             nibbles, base, begin, column, value = self.packed

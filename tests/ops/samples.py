@@ -1,5 +1,6 @@
 """Random weights, inputs and caches for the kernels, and their float64 results."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -51,6 +52,27 @@ def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[
         )  # fmt: skip
 
     return draw
+
+
+def _blocks(bits: int) -> Callable[..., Matrix]:
+    """Return a sampler of integer weights whose groups of 32 follow their float16 scales."""
+    plain = _integers(bits, 32, False, "float16")
+
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        matrix = plain(rng, rows, columns)
+        assert matrix.scale is not None
+        data = placed(join_blocks(matrix.scale, matrix.data).view(np.uint16)).view(np.uint8)
+        return dataclasses.replace(matrix, data=data, blocks=True)
+
+    return draw
+
+
+def join_blocks(scale: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Return GGUF's blocks, uint8 `[O, ...]`: each float16 scale before its group's bytes."""
+    rows, groups = scale.shape
+    codes = data.view(np.uint8).reshape(rows, groups, data.shape[1] // max(groups, 1))
+    blocks = np.concatenate([scale[..., None].view(np.uint8), codes], axis=2)
+    return blocks.reshape(rows, groups * blocks.shape[2])
 
 
 def _floats(kind: Kind) -> Callable[..., Matrix]:
@@ -129,6 +151,8 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
         _integers(bits, group, zero, scales)
         for bits, group, zero, scales in INTEGERS
     },
+    "int8-blocks": _blocks(8),
+    "int4-blocks": _blocks(4),
     "bf16-packed": _packed,
     **{
         f"{name}-{pattern}": _sparse(name, i)

@@ -13,6 +13,7 @@ from tests.ops.samples import (
     cached,
     errors,
     inputs,
+    join_blocks,
     rounded,
 )  # fmt: skip
 
@@ -104,11 +105,11 @@ def test_input_rounding_equals_round_to_int8(isa: str, name: str) -> None:
     if matrix.zero is not None:
         matrix.zero[...] = 8
     q = np.eye(n, dtype=np.int64) + (0 if matrix.kind == Kind.INT8 else 8)
-    if matrix.kind == Kind.INT8:
-        matrix.data[...] = q
-    else:
+    data = q.astype(np.int8)
+    if matrix.kind == Kind.INT4:
         low, high = np.moveaxis(q.reshape(n, n // 32, 2, 16), 2, 0)
-        matrix.data[...] = (low | high << 4).reshape(n, n // 2)
+        data = (low | high << 4).astype(np.uint8).reshape(n, n // 2)
+    matrix.data[...] = join_blocks(matrix.scale, data) if matrix.blocks else data
     for kind, dtype in ((k, d) for k in INPUTS for d in TYPES):
         x = inputs(rng, kind, (3, n), dtype)
         if kind == "normal":  # many values halfway between two integers

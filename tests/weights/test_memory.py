@@ -1,10 +1,12 @@
 """Memory of loading and quantizing: the resulting weights and little more."""
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,10 @@ import pytest
 from jaxllm.checkpoints.native import save
 from jaxllm.cli.convert import cast_checkpoint
 from jaxllm.convert.hf import open_hf, write_hf
+from jaxllm.ops import native
 from jaxllm.weights.formats import as_format
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.linear import linear
 from jaxllm.weights.load import read_weight
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from tests.conftest import ROOT
@@ -135,3 +139,46 @@ def test_read_weight_reports_each_problem_once() -> None:
         "w overflows float16 (largest 65504.0)",
         f"w holds nan at index {700 * 3 + 1}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "isa", "rows"),
+    [("nf4", None, 40), ("int8", None, 40), ("int8-g32-zp", None, 3), ("int4-g64", "portable", 40),
+     ("bf16-packed", "portable", 40), ("nf4", None, 1)],
+)  # fmt: skip
+def test_dequantized_layers_do_not_add_up(name: str, isa: str | None, rows: int) -> None:
+    """A program that dequantizes weights holds those of one layer at a time, also in a loop; `isa`:
+    its kernel dequantizes, else plain JAX does.
+    """
+    if isa is not None and native.isa() is None:
+        pytest.skip("there are no native kernels")
+    size, before = 512, native.isa()
+    numbers = np.random.default_rng(0).normal(0, 0.02, (size, size)).astype(np.float32)
+    array = jnp.asarray(numbers, jnp.bfloat16 if name == "bf16-packed" else jnp.float32)
+    weights = [as_format(array, name)] * 6
+
+    def run_layers(x: jax.Array, weights: list[Any]) -> jax.Array:
+        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for weight in weights:
+                x = linear(x, weight).astype(x.dtype)
+            return x, None
+
+        return jax.lax.scan(step, x, length=3)[0] if rows == 1 else step(x, None)[0]
+
+    x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
+    try:
+        if isa is not None:
+            native.isa(isa)
+        with contextlib.nullcontext() if isa else native.disable_kernels():
+            held = [
+                jax.jit(run_layers)
+                .lower(x, weights[:n])
+                .compile()
+                .memory_analysis()
+                .temp_size_in_bytes
+                for n in (2, 6)
+            ]
+    finally:
+        if isa is not None:
+            native.isa(before)
+    assert held[1] < held[0] + size * size, held

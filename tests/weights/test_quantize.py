@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import re2
 
 import jaxllm
 from jaxllm import Override, Precision
@@ -16,7 +17,7 @@ from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.bf16_12bit import NAME
 
@@ -69,6 +70,17 @@ def test_quantizing_matrix_without_columns_is_refused() -> None:
 def test_parse_format_refuses_unknown_names(name: Any) -> None:
     with pytest.raises(ConfigError):
         parse_format(name)
+
+
+def test_first_match_takes_names_and_patterns_alike() -> None:
+    """An escaped name matches its own path and what is in it, as any other pattern."""
+    paths = ["h.1", "h.1.attn.weight", "h.10.attn.weight", "hx1", "h-1.w", "h.1.attn"]
+    for regex in ("h", r"h\.1", "h.1", r"h\.1\d*", r"h\-1", r"h\.1\.attn", r"h\.1.*", r"h\Q.1\E"):
+        for path in paths:
+            names = path.split(".")
+            whole = (".".join(names[:n]) for n in range(1, len(names) + 1))
+            expected = any(re2.fullmatch(regex, name) for name in whole)
+            assert first_match([(regex, True)], path) == (expected or None), (regex, path)
 
 
 def test_quantize_first_matching_rule_wins(tmp_path: Path) -> None:

@@ -230,11 +230,17 @@ class Matrix(NamedTuple):
         kind: Storage type.
         arrays: Arrays `[O, ...]` of that type (see `weights.types`).
         group: Columns that share a scale; None if a row has one scale, or none.
+        rows: Its rows, if its one array holds GGUF's blocks of integers as flat bytes.
     """
 
     kind: Kind
     arrays: Sequence[jax.Array]
     group: int | None = None
+    rows: int | None = None
+
+    @property
+    def row_count(self) -> int:
+        return self.arrays[0].shape[0] if self.rows is None else self.rows
 
 
 def linear(
@@ -257,7 +263,7 @@ def linear(
             additions.
     """
     rows = x_RI.shape[0]
-    out = [jax.ShapeDtypeStruct((rows, w.arrays[0].shape[0]), jnp.float32) for w in weights]
+    out = [jax.ShapeDtypeStruct((rows, w.row_count), jnp.float32) for w in weights]
     call = jax.ffi.ffi_call("jaxllm_linear", out, vmap_method="sequential")
     attributes = {
         "kinds": np.array([w.kind for w in weights], np.int32),
@@ -308,7 +314,7 @@ def experts(
 
 def dequantize(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
     """Dequantize a weight to `[O, I]` in bfloat16 or float32."""
-    out = jax.ShapeDtypeStruct((weight.arrays[0].shape[0], columns), dtype)
+    out = jax.ShapeDtypeStruct((weight.row_count, columns), dtype)
     call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
     attributes = {
         "kind": np.int32(weight.kind),
@@ -317,6 +323,26 @@ def dequantize(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
     }
     dense: jax.Array = call(*weight.arrays, **attributes)
     return dense
+
+
+def unpack(bits: int, blocks: np.ndarray, **arrays: np.ndarray) -> None:
+    """Unpack GGUF's blocks of 256 columns into arrays of a weight.
+
+    Args:
+        bits: of a code: 4, 5 or 6.
+        blocks: uint8, contiguous.
+        arrays: any of `codes`, `first` (scales) and `second` (offsets, or the scales of the last 16
+            of 32 columns): contiguous, in the weight's layout.
+    """
+    loaded = load_kernels()
+    assert loaded is not None and blocks.flags.c_contiguous
+    assert all(array.flags.c_contiguous for array in arrays.values())
+    places = [
+        ctypes.c_void_p(arrays[name].ctypes.data if name in arrays else None)
+        for name in ("codes", "first", "second")
+    ]
+    source, size = ctypes.c_void_p(blocks.ctypes.data), {4: 144, 5: 176, 6: 210}[bits]
+    loaded.jaxllm_unpack(bits, source, ctypes.c_int64(blocks.size // size), *places)
 
 
 def take(table_VD: jax.Array, index_N: jax.Array) -> jax.Array:

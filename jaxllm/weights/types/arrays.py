@@ -1,6 +1,7 @@
 """Plain arrays as weights: float32, bfloat16, float16."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -60,7 +61,8 @@ class DenseWeight(WeightBase, struct.PyTreeNode):
                 x_RI, self.array, cpu=_multiply_row, default=matmul
             )
             return y
-        return matmul(x_RI, self.array)
+        same = x_RI.dtype == self.dtype  # or one layer's weights are widened at a time
+        return matmul(x_RI, self.array if same else add_dependency(x_RI, self.array))
 
     def local_experts(self) -> LocalExperts:
         return LocalExperts(self.array)
@@ -163,12 +165,21 @@ def _take_rows_jax(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
     return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def add_dependency(x: jax.Array, weight: V) -> V:
+def add_dependency(x: jax.Array, weight: V, *, kernel: bool = False) -> V:
     """Make a weight depend on `x`, of two axes, so that nothing is computed from it before `x`.
 
     XLA's CPU compiler drops optimization barriers before it schedules. A zero that it cannot prove
-    to be zero stays, and is added instead.
+    to be zero stays, and is added instead. As an integer it is zero for any `x`, also NaN.
+
+    Args:
+        kernel: whether a kernel takes all of the weight, so that the smallest of its arrays, which
+            is copied, is enough.
     """
-    zero = x[:1, :1].astype(jnp.float32).sum() * 0
-    later: V = jax.tree.map(lambda piece: piece + zero.astype(piece.dtype), weight)
+    zero = (x[:1, :1].astype(jnp.float32).sum() * 0).astype(jnp.int32)
+    pieces, structure = jax.tree.flatten(weight)
+    sizes = [piece.size or math.inf for piece in pieces]
+    some = [sizes.index(min(sizes))] if kernel else range(len(pieces))
+    for i in some:
+        pieces[i] = pieces[i] + zero.astype(pieces[i].dtype)
+    later: V = jax.tree.unflatten(structure, pieces)
     return later

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops.native import Matrix
-from jaxllm.weights.safetensors import empty_aligned
+from jaxllm.weights.safetensors import empty_aligned, first_non_finite
 
 PartialShape = tuple[int | None, ...]  # None: of any size
 ArraySpecs = dict[str, tuple[PartialShape, Any]]  # shape and dtype of each array of a weight
@@ -228,7 +228,7 @@ def nan_out_of_range(rows: jax.Array, index: jax.Array, count: int) -> jax.Array
 def check_finite(path: str, arrays: Mapping[str, np.ndarray], *names: str) -> None:
     """Raise CheckpointError if one of the named arrays of the weight at `path` is not finite."""
     for name in names:
-        if not np.isfinite(arrays[name].astype(np.float32)).all():
+        if first_non_finite(arrays[name]) is not None:
             raise CheckpointError(f"{path}{name} holds NaN or infinity")
 
 

@@ -25,7 +25,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.affine import AffineQuantizer, quantize_rows
-from jaxllm.weights.types.arrays import DTYPES, matmul
+from jaxllm.weights.types.arrays import DTYPES, add_dependency, matmul
 from jaxllm.weights.types.base import (
     ArraySpecs,
     Format,
@@ -135,10 +135,12 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             x_RI = jnp.maximum(x_RI, -127)  # as in the kernels, which negate inputs
             if self.bits == 8 and self.group is None and self.zero is None:
                 return _int8_matmul(x_RI, self)
+        # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
+        weight = add_dependency(x_RI, self)
         if x_RI.shape[0] == 1:
-            return _row_matmul(x_RI, self)
+            return _row_matmul(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
-        return matmul(x_RI, self.to_dense(jnp.bfloat16 if many else jnp.float32))
+        return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         if self.offset is not None:

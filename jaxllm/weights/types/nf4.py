@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.types.arrays import matmul
+from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
     ArraySpecs,
     Format,
@@ -95,10 +95,12 @@ class NF4(WeightBase, struct.PyTreeNode):
         return nan_out_of_range(_take_rows(self, index.reshape(-1)), index, self.rows)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
+        # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
+        weight = add_dependency(x_RI, self)
         if x_RI.shape[0] == 1 and self.columns % BLOCK == 0:
-            return _row_matmul(x_RI, self)
+            return _row_matmul(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
-        return matmul(x_RI, self.to_dense(jnp.bfloat16 if many else jnp.float32))
+        return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
     def with_rows(self, index: np.ndarray) -> "NF4":
         """Take rows; the absmax become float32, as slices may split the blocks of their scales."""

@@ -334,7 +334,7 @@ ffi::Error mask_tokens(ffi::Buffer<ffi::S32> grammar, ffi::Buffer<ffi::S32> prom
   const MaskFunction call = mask_function.load();
   const size_t rows = prompt.element_count();
   if (!call) return wrong("no function for masks of tokens is set");
-  if (grammar.element_count() != rows || length.element_count() != rows || text.dimensions().size() == 0)
+  if (int64_t(grammar.element_count()) != rows || int64_t(length.element_count()) != rows || !text.dimensions().size())
     return wrong("masks of tokens need a grammar, a length and a text for each row");
   call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), int64_t(rows),
        text.dimensions().back(), bits->untyped_data(), bits->dimensions().back());

@@ -35,10 +35,7 @@ struct Groups {
   GroupRow row(int64_t o) const {
     if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
     float* to = memory + o % 4 * stride;
-    if (w.half)
-      to_floats(Kind::kF16, w.scale, o * w.groups, w.groups, to);
-    else if (w.groups)
-      memcpy(to, static_cast<const float*>(w.scale) + o * w.groups, 4 * w.groups);
+    scales_of(w, o, 1, to);
     return {to, w.zero + o * w.groups};
   }
 };
@@ -61,7 +58,7 @@ struct FloatsOrHalves<true> {
   typedef Halves Type;
 };
 
-template <Scales S, int Unit, bool Pairs>
+template <Scales S, int Unit, bool Pairs, bool Blocks = false>
 struct Int8 {
   static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
   static constexpr int kUnit = Unit, kChunk = 64;
@@ -72,19 +69,28 @@ struct Int8 {
     const int8_t* at;
     GroupRow groups;
 
-    JAXLLM_INLINE void fetch(int64_t c) const { ahead(reinterpret_cast<const uint8_t*>(at + c), of->distance); }
+    JAXLLM_INLINE const int8_t* codes(int64_t c) const { return at + (Blocks ? (c >> 5) * block_bytes(8) + 2 : c); }
+    JAXLLM_INLINE void fetch(int64_t c) const {
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(codes(c));
+      ahead(line, of->distance);
+      if (Blocks) ahead(line + 64, of->distance);  // two blocks are more than a line
+    }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       JAXLLM_UNROLL
       for (int n = 0; n < N; n++) {
-        const int8_t* p = at + c + n * columns_of<Value>();
+        const int8_t* p = codes(c) + n * columns_of<Value>();
         if constexpr (Pairs)
           out[n] = narrow(from_int8(p), from_int8(p + kLanes));
         else
           out[n] = from_int8(p);
       }
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const {
+      if constexpr (Blocks)
+        return of->groups.spread.template apart<1>(reinterpret_cast<const uint8_t*>(codes(c)) - 2, 0);
+      return of->groups.scale(groups, c);
+    }
   };
   const Weight& w;
   int64_t distance;
@@ -93,11 +99,11 @@ struct Int8 {
 
   JAXLLM_INLINE Row row(int64_t o) const {
     return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
-            S == Scales::kUnit ? groups.row(o) : GroupRow{}};
+            S == Scales::kUnit && !Blocks ? groups.row(o) : GroupRow{}};
   }
 };
 
-template <bool Zero, bool Pairs>
+template <bool Zero, bool Pairs, bool Blocks = false>
 struct Int4 {
   static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
   static constexpr int kUnit = 2 * kBytes, kChunk = 128;
@@ -108,14 +114,22 @@ struct Int4 {
     const uint8_t* at;
     GroupRow groups;
 
-    JAXLLM_INLINE void fetch(int64_t c) const { ahead(at + c / 2, of->distance); }
+    JAXLLM_INLINE void fetch(int64_t c) const {
+      const uint8_t* line = at + (Blocks ? (c >> 5) * block_bytes(4) : c / 2);
+      ahead(line, of->distance);
+      if (Blocks) ahead(line + 64, of->distance);
+    }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       Ints zero = {};
       if (Zero) zero = of->groups.zero(groups, c);
-      of->nibbles.values(jaxllm::load<Bytes>(at + c / 2), zero, out);
+      of->nibbles.values(codes_at<4, Blocks>(at, c), zero, out);
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const {
+      if constexpr (Blocks)
+        return of->groups.spread.template apart<kUnit / 32>(at + (c >> 5) * block_bytes(4), block_bytes(4));
+      return of->groups.scale(groups, c);
+    }
   };
   const Weight& w;
   int64_t distance;
@@ -123,17 +137,19 @@ struct Int4 {
   Nibbles<Zero> nibbles;
   Int4(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, kUnit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, groups.row(o)}; }
+  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, Blocks ? GroupRow{} : groups.row(o)}; }
 };
 
 template <bool Pairs>
 void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   if (w.kind == Kind::kInt4) {
+    if (w.blocks) return multiply_expanded(Int4<false, Pairs, true>(w, in), w, in, x, begin, end, y);
     if (w.zero) return multiply_expanded(Int4<true, Pairs>(w, in), w, in, x, begin, end, y);
     return multiply_expanded(Int4<false, Pairs>(w, in), w, in, x, begin, end, y);
   }
   if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
   if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
+  if (w.blocks) return multiply_expanded(Int8<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y);
   return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y);
 }
 

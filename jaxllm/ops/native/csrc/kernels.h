@@ -36,6 +36,8 @@ struct Weight {
   bool half;
   const void* scale;
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
+  // Integers in GGUF's blocks (Q4_0, Q8_0): before each 32 of `data` is their float16 scale. `scale` is then null.
+  bool blocks;
   // Packed bfloat16: exponents, and escapes for those that do not fit four bits.
   const uint8_t* nibbles;
   int64_t nibble_stride;

@@ -114,21 +114,31 @@ struct PackedPanels {
   }
 };
 
-struct Int8Panels {  // as bfloat16
+template <bool Pairs, bool Blocks>
+struct Int8Panels {                                              // as bfloat16; from blocks also as bytes
+  static constexpr int kBytes32 = Blocks ? block_bytes(8) : 32;  // of 32 columns
   const Weight& w;
-  const int8_t* row[kMost];
+  const uint8_t* row[kMost];
 
   explicit Int8Panels(const Weight& w) : w(w) {}
-  void start(int64_t i, int64_t o) { row[i] = reinterpret_cast<const int8_t*>(w.data + o * w.stride); }
+  void start(int64_t i, int64_t o) { row[i] = w.data + o * w.stride; }
   bool in_place(int64_t, int64_t) const { return false; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
-    ask(reinterpret_cast<const uint8_t*>(row[i] + c), columns, w.stride);
-    for (int64_t k = 0; k < columns; k += kHalves) store(to + 2 * k, halves_of(row[i] + c + k));
+    const uint8_t* from = row[i] + c / 32 * kBytes32;
+    ask(from, columns / 32 * kBytes32, w.stride);
+    if (Blocks) from += 2;
+    for (int64_t k = 0; k < columns; k += 32, from += kBytes32) {
+      if constexpr (Pairs)
+        store(to + 2 * k, halves_of(reinterpret_cast<const int8_t*>(from)));
+      else
+        memcpy(to + k, from, 32);
+    }
   }
 };
 
-template <bool Pairs, bool Zero>
-struct Int4Panels {  // as bfloat16 or as bytes
+template <bool Pairs, bool Zero, bool Blocks = false>
+struct Int4Panels {                                              // as bfloat16 or as bytes
+  static constexpr int kBytes32 = Blocks ? block_bytes(4) : 16;  // of 32 columns
   const Weight& w;
   const SmallHalves small;
   const uint8_t *row[kMost], *zero[kMost];
@@ -141,9 +151,11 @@ struct Int4Panels {  // as bfloat16 or as bytes
   bool in_place(int64_t, int64_t) const { return false; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
     constexpr int kBase = Pairs ? SmallHalves::kBase : 0;
-    ask(row[i] + c / 2, columns / 2, w.stride);
+    const uint8_t* from = row[i] + c / 32 * kBytes32;
+    ask(from, columns / 32 * kBytes32, w.stride);
+    if (Blocks) from += 2;
     Bytes more = Bytes{} + uint8_t(kBase - 8);
-    for (int64_t k = 0; k < columns; k += kBytes) {
+    for (int64_t k = 0; k < columns; k += kBytes, from += 2 * kBytes32) {
       if (Zero) {
         const uint8_t* of = zero[i] + (w.groups > 1 ? (c + k) / w.group : 0);
         const bool two = w.groups > 1 && w.group < kBytes;
@@ -152,7 +164,7 @@ struct Int4Panels {  // as bfloat16 or as bytes
         memset(lane + kBytes / 2, uint8_t(kBase - of[two]), kBytes / 2);
         more = load<Bytes>(lane);
       }
-      const Bytes value = nibbles_at(row[i] + (c + k) / 2) + more;
+      const Bytes value = nibbles_of(from, from + kBytes32) + more;
       if constexpr (Pairs) {
         Halves out[2];
         small.values(value, out);
@@ -237,7 +249,7 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
     const int64_t rows = end - o < block ? end - o : block, tiles = (rows + kTile - 1) / kTile;
     for (int64_t i = 0; i < tiles * kTile; i++) panels.start(i, o + (i < rows ? i : rows - 1));
     for (int64_t i = 0; i < tiles * kTile * groups; i++) scale[i] = 1;
-    if (w.groups) to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, o * groups, rows * groups, scale);
+    if (w.groups) scales_of(w, o, rows, scale);
     memset(total, 0, 4 * kTileFloats * tiles * count);
     for (int64_t c = 0; c < columns; c += kRounded) {
       const int64_t some = columns - c < kRounded ? columns - c : kRounded;
@@ -283,6 +295,9 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
 inline void multiply_dense_matrix(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                                   float* y) {
   if (rounded(w, in)) {
+    if (w.blocks)
+      return w.kind == Kind::kInt8 ? multiply_panels<false, Int8Panels<false, true>>(w, in, x, begin, end, y)
+                                   : multiply_panels<false, Int4Panels<false, false, true>>(w, in, x, begin, end, y);
     if (w.kind == Kind::kInt8) return multiply_panels<false, PlainPanels<1>>(w, in, x, begin, end, y);
     return w.zero ? multiply_panels<false, Int4Panels<false, true>>(w, in, x, begin, end, y)
                   : multiply_panels<false, Int4Panels<false, false>>(w, in, x, begin, end, y);
@@ -290,10 +305,14 @@ inline void multiply_dense_matrix(const Weight& w, const Input& in, const uint8_
   switch (w.kind) {
     case Kind::kBF16: return multiply_panels<true, PlainPanels<2>>(w, in, x, begin, end, y);
     case Kind::kPacked: return multiply_panels<true, PackedPanels>(w, in, x, begin, end, y);
-    case Kind::kInt8: multiply_panels<true, Int8Panels>(w, in, x, begin, end, y); break;
+    case Kind::kInt8:
+      w.blocks ? multiply_panels<true, Int8Panels<true, true>>(w, in, x, begin, end, y)
+               : multiply_panels<true, Int8Panels<true, false>>(w, in, x, begin, end, y);
+      break;
     default:
-      w.zero ? multiply_panels<true, Int4Panels<true, true>>(w, in, x, begin, end, y)
-             : multiply_panels<true, Int4Panels<true, false>>(w, in, x, begin, end, y);
+      w.blocks ? multiply_panels<true, Int4Panels<true, false, true>>(w, in, x, begin, end, y)
+      : w.zero ? multiply_panels<true, Int4Panels<true, true>>(w, in, x, begin, end, y)
+               : multiply_panels<true, Int4Panels<true, false>>(w, in, x, begin, end, y);
   }
   mend(w, in, begin, end, y);
 }

@@ -53,7 +53,15 @@ inline int64_t number_bytes(Kind dense) { return dense == Kind::kF32 ? 4 : (dens
 
 inline bool integers(const Weight& w) { return dense_of(w.kind) == Kind::kInt8 || w.kind == Kind::kInt4; }
 
-inline float scale_at(const Weight& w, int64_t i) { return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i); }
+// Bytes of a block: a scale and 32 integers.
+constexpr int block_bytes(int bits) { return 2 + 4 * bits; }
+
+inline float scale_at(const Weight& w, int64_t i) {
+  if (w.blocks) return element(Kind::kF16, w.data + i * block_bytes(w.kind == Kind::kInt4 ? 4 : 8), 0);
+  return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i);
+}
+
+constexpr int64_t kGathered = 64;  // scales that are converted at once
 
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -72,6 +80,33 @@ inline void to_floats(Kind kind, const void* data, int64_t at, int64_t count, fl
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) store(out + i, floats_at(kind, data, at + i));
   for (int64_t i = whole; i < count; i++) out[i] = element(kind, data, at + i);
+}
+
+// The scales of the groups of `rows` rows from row o on.
+inline void scales_of(const Weight& w, int64_t o, int64_t rows, float* out) {
+  const int64_t first = o * w.groups, count = rows * w.groups, bytes = block_bytes(w.kind == Kind::kInt4 ? 4 : 8);
+  if (!w.blocks) return to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, first, count, out);
+  for (int64_t i = 0; i < count; i += kGathered) {
+    const int64_t some = count - i < kGathered ? count - i : kGathered;
+    uint16_t halves[kGathered];
+    for (int64_t j = 0; j < some; j++) halves[j] = load<uint16_t>(w.data + (first + i + j) * bytes);
+    to_floats(Kind::kF16, halves, 0, some, out + i);
+  }
+}
+
+// A register of a row's codes of so many bits, from column c on, a multiple of the register's or of 32.
+template <int Bits, bool Blocks>
+JAXLLM_INLINE Bytes codes_at(const uint8_t* row, int64_t c) {
+  if constexpr (!Blocks) return load<Bytes>(row + c * Bits / 8);
+  constexpr int kColumns = 128 / Bits;  // of sixteen bytes
+  const uint8_t* from = row + (c >> 5) * block_bytes(Bits) + 2 + (kBytes * 8 / Bits < 32 ? c % 32 : 0);
+  Sixteen part[kBytes / 16];
+  JAXLLM_UNROLL
+  for (int i = 0; i < kBytes / 16; i++) {
+    const int at = i * kColumns;
+    part[i] = load<Sixteen>(from + at / 32 * block_bytes(Bits) + at % 32 * Bits / 8);
+  }
+  return joined(part);
 }
 
 // Floats to floats or bfloat16.

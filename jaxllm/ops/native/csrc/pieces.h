@@ -106,15 +106,31 @@ inline ffi::ErrorOr<Weight> sparse_of(Weight w, const std::vector<ffi::AnyBuffer
   return w;
 }
 
+// Integers in GGUF's blocks (kernels.h): bytes [rows * bytes of a row], preceded by less than a row of others. So the
+// bytes of a file may begin where XLA needs them to, before the weight does.
+inline ffi::ErrorOr<Weight> blocks_of(Weight w, const ffi::AnyBuffer& bytes, int64_t group) {
+  w.stride = whole(w.columns, 128) / 32 * (w.kind == Kind::kInt4 ? 18 : 34);
+  if (group != 32 || w.columns <= 0 || !is(bytes, Type::U8, {kAny}))
+    return ffi::Unexpected(wrong("blocks are bytes, for groups of 32 columns"));
+  w.rows = bytes.dimensions()[0] / w.stride;
+  w.data = data_of<uint8_t>(bytes) + bytes.dimensions()[0] % w.stride;
+  w.group = 32;
+  w.groups = whole(w.columns, 128) / 32;
+  w.blocks = true;
+  return w;
+}
+
 // The weight of these arrays; `group` 0: one scale per row.
 inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, int32_t kind, int64_t group,
                                       int64_t columns) {
-  if (piece.empty() || piece[0].dimensions().size() != 2 || columns < 0)
-    return ffi::Unexpected(wrong("a weight is a matrix"));
   Weight w = {};
   w.kind = static_cast<Kind>(kind);
-  w.rows = piece[0].dimensions()[0];
   w.columns = columns;
+  const bool ints = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
+  if (ints && piece.size() == 1) return blocks_of(w, piece[0], group);
+  if (piece.empty() || piece[0].dimensions().size() != 2 || columns < 0)
+    return ffi::Unexpected(wrong("a weight is a matrix"));
+  w.rows = piece[0].dimensions()[0];
   w.data = data_of<uint8_t>(piece[0]);
   w.stride = piece[0].dimensions()[1] * element_bytes(piece[0]);
   const bool four = w.kind == Kind::kInt4;

@@ -73,7 +73,9 @@ inline void write_block(const Weight& w, const float* x, bool codes, Block& out)
 }
 
 // How a register of a weight row is read.
-enum class Read { kInt8Row, kInt8, kInt4, kInt4Zero };
+enum class Read { kInt8Row, kInt8, kInt8Blocks, kInt4, kInt4Zero, kInt4Blocks };
+
+constexpr bool four_bits(Read read) { return read >= Read::kInt4; }
 
 // The exact sum of integers in all lanes.
 JAXLLM_INLINE int32_t exact_sum(Ints v) {
@@ -86,7 +88,9 @@ JAXLLM_INLINE int32_t exact_sum(Ints v) {
 template <int O, int R, Read W, bool Codes>
 void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r,
                   float* y) {
-  constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero, kRow = W == Read::kInt8Row;
+  constexpr bool kFour = four_bits(W), kRow = W == Read::kInt8Row;
+  constexpr bool kBlocks = W == Read::kInt8Blocks || W == Read::kInt4Blocks;
+  constexpr int kBits = kFour ? 4 : 8, kChunkBytes = kBlocks ? 4 * block_bytes(kBits) : 16 * kBits;
   constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share loads of x
   constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
   const int64_t blocks = (chunks + kChunks - 1) / kChunks;
@@ -94,7 +98,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
   const int64_t distance = r ? 0 : distance_of(w.stride);
   GroupRow group[O];
   JAXLLM_UNROLL
-  for (int i = 0; i < O && !kRow; i++) group[i] = groups.row(o + i);
+  for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o + i);
   Floats total[O][R];
   Ints exact[O][R];
   clear(total);
@@ -114,9 +118,8 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
       const uint8_t* line[P];
       JAXLLM_UNROLL
       for (int p = 0; p < P; p++) {
-        line[p] = w.data + (o + i + p) * w.stride + (kFour ? 64 : 128) * (b * kChunks + c);
-        ahead(line[p], distance);
-        if (!kFour) ahead(line[p] + 64, distance);
+        line[p] = w.data + (o + i + p) * w.stride + kChunkBytes * (b * kChunks + c);
+        for (int at = 0; at < kChunkBytes; at += 64) ahead(line[p] + at, distance);
       }
       JAXLLM_UNROLL
       for (int v = 0; v < kRegistersOfChunk; v++) {
@@ -126,10 +129,14 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
         JAXLLM_UNROLL
         for (int p = 0; p < P; p++) {
           const int64_t column = 128 * (b * kChunks + c) + v * kColumns;
-          const Bytes bytes = load<Bytes>(line[p] + v * kBytes);
+          const Bytes bytes = codes_at<kBits, kBlocks>(line[p], v * kColumns);
           first[p] = kFour ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
           if (kFour) second[p] = bytes >> 4;
-          if (!kRow) scale[p] = groups.scale(group[i + p], column);
+          if constexpr (kBlocks)
+            scale[p] = groups.spread.template apart<(kColumns + 31) / 32>(
+                line[p] + v * kColumns / 32 * block_bytes(kBits), block_bytes(kBits));
+          else if (!kRow)
+            scale[p] = groups.scale(group[i + p], column);
           if (W == Read::kInt4Zero) zero[p] = groups.zero(group[i + p], column);
         }
         JAXLLM_UNROLL
@@ -178,7 +185,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
 
 template <Read W, bool Codes = false>
 void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero;
+  constexpr bool kFour = four_bits(W);
   constexpr int kMost = kRegisters == 32 ? 4 : (kFour ? 1 : 2);
   const Groups groups = groups_of(w, in, kFour ? 2 * kBytes : kBytes);
   const int64_t chunks = up(in.columns, 128) / 128;
@@ -190,6 +197,9 @@ void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t b
 }
 
 inline void multiply_rounded(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  if (w.blocks)
+    return w.kind == Kind::kInt4 ? multiply_read<Read::kInt4Blocks>(w, in, x, begin, end, y)
+                                 : multiply_read<Read::kInt8Blocks>(w, in, x, begin, end, y);
   if (w.kind == Kind::kInt4)
     return w.zero ? multiply_read<Read::kInt4Zero>(w, in, x, begin, end, y)
                   : multiply_read<Read::kInt4>(w, in, x, begin, end, y);

@@ -24,23 +24,23 @@ inline void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, fl
     return;
   }
   if (!integers(w)) return to_floats(w.kind, row, from, count, out);
+  const bool four = w.kind == Kind::kInt4;
+  const int64_t bytes = four ? 16 : 32;  // of 32 columns
   float whole[kPart];
-  if (w.kind == Kind::kInt8) {
-    to_floats(Kind::kInt8, row, from, kPart, whole);
-  } else {
-    int8_t q[kPart];
-    for (int64_t b = 0; b < kPart / 32; b++) {
-      const uint8_t* byte = row + from / 2 + 16 * b;
-      for (int j = 0; j < 16; j++) q[32 * b + j] = int8_t(byte[j] & 15);
-      for (int j = 0; j < 16; j++) q[32 * b + 16 + j] = int8_t(byte[j] >> 4);
+  for (int64_t b = 0; b < kPart / 32; b++) {
+    const uint8_t* byte = row + (from / 32 + b) * (w.blocks ? bytes + 2 : bytes) + (w.blocks ? 2 : 0);
+    int8_t q[32];
+    for (int j = 0; j < 16; j++) {
+      q[j] = int8_t(four ? byte[j] & 15 : byte[j]);
+      q[16 + j] = int8_t(four ? byte[j] >> 4 : byte[16 + j]);
     }
-    to_floats(Kind::kInt8, q, 0, kPart, whole);
+    to_floats(Kind::kInt8, q, 0, 32, whole + 32 * b);
   }
   const int64_t step = w.group < kPart ? w.group : kPart;
   for (int64_t i = 0; i < kPart; i += step) {
     const int64_t g = o * w.groups + (from + i) / w.group;
     const float scale = scale_at(w, g);
-    const float zero = w.zero ? w.zero[g] : (w.kind == Kind::kInt4 ? 8.0f : 0.0f);
+    const float zero = w.zero ? w.zero[g] : (four ? 8.0f : 0.0f);
     for (int64_t j = i; j < i + step; j += kLanes) store(whole + j, (load<Floats>(whole + j) - zero) * scale);
   }
   if (count) memcpy(out, whole, 4 * count);

@@ -25,6 +25,7 @@
 //                             32 as byte 4 l;
 //      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more
 //                             than the 32 columns of a register of nibbles), each repeated over its share of lanes;
+//                             .apart<Count>(p, bytes), `count` halves at that distance, likewise;
 //      joined(part[N / 4])    a register from N / 4 times sixteen bytes;
 //      eights(p)              2 N bytes from p on, eight of them to the lower half of each sixteen;
 //      picked(from, place)    for each byte, byte `place` (0 to 15) of the same sixteen of `from`; 0 from 128 on;

@@ -1,8 +1,8 @@
 // The layer of products by a matrix unit (matrices.h): AMX's tiles, and weights as tiles take them.
 //   MatrixUnit(bytes)      configures the tiles for this thread during its lifetime; `bytes` per row of weights;
 //   clear_tile, load_tile, store_tile, add_tiles   by number, 0 to 7; add_tiles of bfloat16 pairs or of signed bytes;
-//   halves_of(p)           2 N signed bytes as bfloat16; nibbles_at(p), 4 N numbers of four bits; both in order;
-//   SmallHalves            small integers as bfloat16.
+//   halves_of(p)           2 N signed bytes as bfloat16; nibbles_of(p, q), 2 N numbers of four bits each; both in
+//   order; SmallHalves            small integers as bfloat16.
 // A processor that has AMX has all of layers/avx512.h.
 #pragma once
 
@@ -55,8 +55,9 @@ JAXLLM_INLINE void add_tiles() {
 JAXLLM_INLINE Halves halves_of(const int8_t* p) { return Halves(_mm512_cvtne2ps_pbh(from_int8(p + 16), from_int8(p))); }
 
 // Each 16 bytes are 32 numbers: the low bits of all of them, then the high ones.
-JAXLLM_INLINE Bytes nibbles_at(const uint8_t* p) {
-  const __m512i some = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+JAXLLM_INLINE Bytes nibbles_of(const uint8_t* p, const uint8_t* q) {
+  const __m512i some =
+      _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(q), 1));
   const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), some);
   const __m512i high = _mm512_mask_srli_epi16(twice, 0xff00ff00u, twice, 4);
   return Bytes(_mm512_and_si512(high, _mm512_set1_epi8(15)));

@@ -193,6 +193,12 @@ struct Spread {
     const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), index);
   }
+  template <int Count>
+  JAXLLM_INLINE Floats apart(const uint8_t* p, int bytes) const {
+    if constexpr (Count == 1) return _mm256_set1_ps(_cvtsh_ss(load<uint16_t>(p)));
+    const int all = load<uint16_t>(p) | load<uint16_t>(p + bytes) << 16;
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128(all))), index);
+  }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     const int first = p[0], second = two ? p[1] : first;
     return Ints(_mm256_setr_epi32(first, first, first, first, second, second, second, second));

@@ -238,6 +238,13 @@ struct Spread {
   JAXLLM_INLINE Floats halves(const uint16_t* p) const {
     return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_maskz_loadu_epi16(mask, p))));
   }
+  template <int Count>
+  JAXLLM_INLINE Floats apart(const uint8_t* p, int bytes) const {
+    uint64_t all = load<uint16_t>(p);
+    JAXLLM_UNROLL
+    for (int i = 1; i < Count; i++) all |= uint64_t(load<uint16_t>(p + i * bytes)) << (16 * i);
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi64_si128(int64_t(all)))));
+  }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     return Ints(_mm512_permutexvar_epi32(index, _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, p))));
   }

@@ -155,6 +155,10 @@ struct Spread {  // a register never spans groups
   static constexpr bool kHalves = false;
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
+  template <int Count>
+  JAXLLM_INLINE Floats apart(const uint8_t* p, int) const {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load<uint16_t>(p))));
+  }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints(vdupq_n_s32(*p)); }
 };
 

@@ -113,6 +113,11 @@ struct Spread {  // a register never spans groups
   static constexpr bool kHalves = false;
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return load<float>(p) - Floats{}; }
+  template <int Count>
+  JAXLLM_INLINE Floats apart(const uint8_t* p, int) const {
+    const uint64_t four = load<uint16_t>(p) * 0x0001000100010001u;
+    return from_f16(reinterpret_cast<const uint16_t*>(&four));
+  }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints{} + int32_t(*p); }
 };
 
