@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.edits import Set
 from jaxllm.models.inputs import Array, check_inputs, check_model
 from jaxllm.models.site_inputs import site_names
-from jaxllm.models.edits import Set
 from jaxllm.steps import forward
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -36,7 +36,11 @@ def decompose_stream(model: Model, params: Params, tokens_BT: Array) -> dict[str
 
 
 def attribute_logits(
-    model: Model, params: Params, tokens_BT: Array, targets_BT: Array, others_BT: Array | None = None
+    model: Model,
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    others_BT: Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return what each part of the stream adds to the logit of a token at each position.
 
@@ -74,7 +78,7 @@ def _decompose(model: Model, params: Params, token_BT: jax.Array) -> dict[str, j
         names += [f"blocks.{layer}.{site}" for site in sites]
     read = forward(model, params, None, token_BT, read=names).sites
     site = {name: x.astype(jnp.float32) for name, x in read.items()}
-    parts = {name: site[name] for name in ("embed", "pos_embed") if name in site}
+    parts = {name: x for name, x in site.items() if name in ("embed", "pos_embed")}
     for at in (f"blocks.{layer}" for layer in layers):
         # After attention there is at most a norm without bias and a factor: a product by channel.
         output_BTD, added_BTD = site[f"{at}.attn.output"], site[f"{at}.attn_out"]
@@ -115,6 +119,5 @@ def _attribute(
     (column_BTD,) = pull_back(wanted_BTV)
     heads = column_BTD[:, :, None]
     return {
-        name: (x * (heads if x.ndim == 4 else column_BTD)).sum(axis=-1)
-        for name, x in parts.items()
+        name: (x * (heads if x.ndim == 4 else column_BTD)).sum(axis=-1) for name, x in parts.items()
     }

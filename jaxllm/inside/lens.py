@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import struct
 
 from jaxllm.config.model import ModelConfig
@@ -144,6 +143,8 @@ def fit_tuned_lens(
         steps: Optimizer steps.
         batch: Texts per step.
     """
+    import optax  # takes a while
+
     batches = _make_batches(model, params, texts, batch)
     steps = check_int("steps", steps, 1)
     optimizer = optax.adam(learning_rate)
@@ -151,9 +152,9 @@ def fit_tuned_lens(
     state = optimizer.init(lens)
 
     @jax.jit
-    def step(params: Any, lens: Any, state: Any, *batch: Any) -> Any:
+    def step(params: Any, lens: Any, state: Any, token_BT: Any, position_BT: Any) -> Any:
         def loss(lens: Lens) -> jax.Array:
-            return _divergence(model, params, *batch, lens).sum()
+            return _divergence(model, params, token_BT, position_BT, lens).sum()
 
         value, gradient = jax.value_and_grad(loss)(lens)
         with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
@@ -278,9 +279,7 @@ def _divergence(
     lens: Lens,
 ) -> jax.Array:
     """Return the mean over real tokens of KL(model || lens) after each layer, `[L]`."""
-    out = forward(
-        model, params, None, token_BT, positions_BT=position_BT, read=_streams(model)
-    )
+    out = forward(model, params, None, token_BT, positions_BT=position_BT, read=_streams(model))
     stream_LBTD = jnp.stack([x.astype(jnp.float32) for x in out.sites.values()])
     target_BTV = jax.nn.log_softmax(out.logits)
     real_BT = position_BT >= 0

@@ -1,4 +1,4 @@
-"""Steering vectors: a direction for the residual stream after each layer, found from pairs of texts.
+"""Steering vectors: a direction of the residual stream after each layer, from pairs of texts.
 
 They are plain dictionaries from layers to vectors. llama.cpp's control vectors are the same: a file
 has tensors `direction.L`, added to the stream after layer L, which counts from 0 as ours do. Its
