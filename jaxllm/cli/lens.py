@@ -70,6 +70,10 @@ def lens(
         raise ConfigError("give --lens or --fit, not both")
     check_plot_file("--plot", plot)
     check_writable("--save", save)
+    if save is not None:
+        from jaxllm.convert.gguf.writer import check_absent
+
+        check_absent(save)
     corpus = None if text is None else read_text_option(text)
     lm = loading.load(model)
     import numpy as np
