@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import log
+from jaxllm.cli.console import log, read_stdin
 from jaxllm.cli.option_groups import AdapterOptions
-from jaxllm.cli.options import Model, check_folder
+from jaxllm.cli.options import Model, check_folder, split_commas
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -21,10 +21,11 @@ Examples:
 
 def steer(
     model: Model,
-    pairs: Annotated[Path, typer.Argument(metavar="PAIRS")],
+    pairs: Annotated[str, typer.Argument(metavar="PAIRS")],
     out: Annotated[Path, typer.Argument(metavar="OUT", callback=check_folder)],
     method: str = "mean",
     tokens: str = "last",
+    layers: Annotated[str | None, typer.Option(metavar="L,L,...")] = None,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", min=1)] = 16,
     *,
     loading: AdapterOptions,
@@ -35,34 +36,50 @@ def steer(
     chat take it as --steer OUT:STRENGTH, serve as --steer NAME=OUT.
 
     Args:
-      pairs: File with one pair per line and a tab between its texts, or a JSON list of pairs.
+      pairs: File with one pair per line and a tab between its texts, or a JSON list of pairs; -
+        reads stdin.
       out: File to write.
       method: Direction of each layer: mean (the mean difference) or pca (its part in the first
         principal direction).
       tokens: State of a text: that of its last token (last), or the mean of all tokens (mean).
+      layers: Layers to write, from 0 [default: all].
       batch: Texts per batch.
     """
     from jaxllm.convert.gguf.writer import check_absent
 
     check_absent(out)
     texts = read_pairs(pairs)
+    chosen = _parse_layers(layers)
     lm = loading.load(model)
     from jaxllm.inside import find_directions, write_directions
 
     ids: Any = [tuple(lm.encode(text) for text in pair) for pair in texts]
     options: Any = {"method": method, "tokens": tokens, "batch": batch}
     directions = find_directions(lm.model, lm.params, ids, **options)
+    if chosen is not None:
+        if beyond := chosen - directions.keys():
+            raise ConfigError(f"--layers: layer {max(beyond)} is not in 0 to {max(directions)}")
+        directions = {layer: x for layer, x in directions.items() if layer in chosen}
     write_directions(out, directions, model_hint=lm.config.model_type)
-    log(f"{out}: {len(texts)} pairs, {len(directions)} layers")
+    log(f"{out}: {len(texts)} pairs; layers {', '.join(map(str, directions))}")
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Return the pairs of a file. Raises ConfigError for a line or an item that is none."""
+def _parse_layers(text: str | None) -> set[int] | None:
+    """Return the layers of --layers. Raises ConfigError for anything but numbers."""
+    if text is None:
+        return None
+    if not all(part.isdecimal() for part in split_commas(text)) or not split_commas(text):
+        raise ConfigError(f"--layers must be numbers with commas between them, got {text!r:.40}")
+    return {int(part) for part in split_commas(text)}
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Return the pairs of a file, or of stdin. Raises ConfigError for what is no pair."""
     from jaxllm.files import parse_json, read_text, split_lines
 
-    text = read_text(path)
+    text = read_stdin() if path == "-" else read_text(Path(path))
     rows: list[Any] = (
-        parse_json(text, str(path), ConfigError)
+        parse_json(text, path, ConfigError)
         if text.lstrip().startswith("[")
         else [line.split("\t") for line in split_lines(text) if line.strip()]
     )

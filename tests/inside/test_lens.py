@@ -195,6 +195,14 @@ def test_attributions_equal_numpy(lm: Any) -> None:
     assert np.abs(shares["blocks.0.attn.bias"]).max() < 1e-5  # Llama's attention has no bias
 
 
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_heads_go_through_post_norms(family: str) -> None:
+    """Where a norm follows attention and there is no bias, the heads are all of its output."""
+    parts = decompose_stream(*random_model(family), tokens(B, T))
+    for name, x in parts.items():
+        assert not name.endswith("attn.bias") or np.abs(x).max() < 1e-5, name
+
+
 def test_lens_command(run: Run, demo_names: None, tmp_path: Path, figures: list[Any]) -> None:
     """The table and the JSON have the tokens of `top_tokens`; the picture shows them; a fitted lens
     is written and used.

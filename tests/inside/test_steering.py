@@ -287,8 +287,13 @@ def test_commands_make_and_use_a_vector(
         (("serve", "--steer", "a.gguf"), "--steer must be NAME=FILE"),
     ):
         assert_refused(run, message, *arguments)
+    succeed(run, "steer", "demo:llama", "pairs.tsv", "c.gguf", "--layers", "1", "--method", "pca")
+    for layers in ("2", "x", ","):
+        assert_refused(
+            run, "--layers", "steer", "demo:llama", "pairs.tsv", "d.gguf", "--layers", layers
+        )
     Path("bad.tsv").write_text("one\ttwo\nthree\n")
-    assert_refused(run, "pair 2 must be two texts", "steer", "demo:llama", "bad.tsv", "c.gguf")
+    assert_refused(run, "pair 2 must be two texts", "steer", "demo:llama", "bad.tsv", "d.gguf")
 
 
 def test_server_steers_each_request(lm: jaxllm.LM, tmp_path: Path) -> None:
