@@ -1,6 +1,7 @@
 """Lenses and direct logit attribution, against NumPy, explicit Jacobians and their laws."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxllm.inside import (
     top_tokens,
     write_lens,
 )
+from jaxllm.inside.lens import unembed
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import random_model, tokens
 
@@ -85,30 +87,40 @@ def test_lens_equals_numpy(lm: Any, mapped: bool) -> None:
 
 def test_jacobian_lens_equals_explicit_jacobians(lm: Any) -> None:
     """The matrices are means over tokens of all texts of dh[t]/dx[s], summed over t, from the whole
-    Jacobian of the last stream by each layer's, and do not depend on padding.
+    Jacobian of the last stream by the first layer's, and do not depend on padding.
     """
     model, params = lm
-    L, D = model.config.num_hidden_layers, model.config.hidden_size
-    texts, last = [tokens(1, 5)[0], tokens(1, 3, seed=1)[0]], f"blocks.{L - 1}.resid_post"
-    want_LDD, count = np.zeros((L, D, D)), 0
+    D, (name, last) = model.config.hidden_size, ("blocks.0.resid_post", "blocks.1.resid_post")
+    texts, want_DD = [tokens(1, 5)[0], tokens(1, 3, seed=1)[0]], np.zeros((D, D))
     for text in texts:
-        for layer in range(L):
-            name = f"blocks.{layer}.resid_post"
 
-            def run(x_TD: Any, name: str = name, text: Any = text) -> Any:
-                edits = {name: Set(x_TD)}
-                out = jaxllm.forward(model, params, None, text[None], read=[last], edits=edits)
-                return out.sites[last][0]
+        def run(x_TD: Any, text: Any = text) -> Any:
+            edits = {name: Set(x_TD)}
+            out = jaxllm.forward(model, params, None, text[None], read=[last], edits=edits)
+            return out.sites[last][0]
 
-            x_TD = jaxllm.forward(model, params, None, text[None], read=[name]).sites[name][0]
-            jacobian_TDSD = np.asarray(jax.jacfwd(run)(x_TD))
-            assert layer == L - 1 or np.abs(jacobian_TDSD[3 - 1, :, 0]).max() > 1e-3
-            want_LDD[layer] += jacobian_TDSD.sum(axis=(0, 2))
-        count += len(text)
+        x_TD = jaxllm.forward(model, params, None, text[None], read=[name]).sites[name][0]
+        jacobian_TDSD = np.asarray(jax.jacfwd(run)(x_TD))
+        assert np.abs(jacobian_TDSD[2, :, 0]).max() > 1e-3
+        want_DD += jacobian_TDSD.sum(axis=(0, 2))
     for batch in (1, 2):
         lens = fit_jacobian_lens(model, params, texts, batch=batch, rows=7)
-        np.testing.assert_allclose(lens.weight_LDD, want_LDD / count, atol=2e-5)
+        np.testing.assert_allclose(lens.weight_LDD[0], want_DD / 8, atol=2e-5)
+        np.testing.assert_allclose(lens.weight_LDD[1], np.eye(D), atol=1e-6)
     assert not lens.bias_LD.any()
+
+
+def test_unembedding_runs_no_layers(lm: Any) -> None:
+    """Of the model's kernels, a compiled read-out has those of the final norm and the head."""
+    model, params = lm
+
+    def count(function: Any, *arguments: Any) -> int:
+        text = str(jax.jit(function).lower(params, *arguments).as_text())
+        return text.count("stablehlo.custom_call") + text.count("stablehlo.dot_general")
+
+    read_out = partial(unembed, model)
+    whole = count(lambda params: jaxllm.forward(model, params, None, tokens(1, 3)).logits)
+    assert count(read_out, np.zeros((1, 3, 40), np.float32)) <= 2 < 8 < whole
 
 
 def test_tuned_lens_learns_to_predict_the_model(lm: Any) -> None:
