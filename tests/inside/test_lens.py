@@ -87,26 +87,29 @@ def test_lens_equals_numpy(lm: Any, mapped: bool) -> None:
 
 def test_jacobian_lens_equals_explicit_jacobians(lm: Any) -> None:
     """The matrices are means over tokens of all texts of dh[t]/dx[s], summed over t, from the whole
-    Jacobian of the last stream by the first layer's, and do not depend on padding.
+    Jacobian of the last stream by the first layer's. The texts are padded.
     """
     model, params = lm
     D, (name, last) = model.config.hidden_size, ("blocks.0.resid_post", "blocks.1.resid_post")
-    texts, want_DD = [tokens(1, 5)[0], tokens(1, 3, seed=1)[0]], np.zeros((D, D))
-    for text in texts:
+    texts, want_DD = tokens(2, 5), np.zeros((D, D))
 
-        def run(x_TD: Any, text: Any = text) -> Any:
+    @jax.jit
+    def jacobian(x_TD: Any, text_T: Any) -> Any:
+        def run(x_TD: Any) -> Any:
             edits = {name: Set(x_TD)}
-            out = jaxllm.forward(model, params, None, text[None], read=[last], edits=edits)
+            out = jaxllm.forward(model, params, None, text_T[None], read=[last], edits=edits)
             return out.sites[last][0]
 
-        x_TD = jaxllm.forward(model, params, None, text[None], read=[name]).sites[name][0]
-        jacobian_TDSD = np.asarray(jax.jacfwd(run)(x_TD))
-        assert np.abs(jacobian_TDSD[2, :, 0]).max() > 1e-3
+        return jax.jacfwd(run)(x_TD)
+
+    x_BTD = jaxllm.forward(model, params, None, texts, read=[name]).sites[name]
+    for x_TD, text_T in zip(x_BTD, texts, strict=True):
+        jacobian_TDSD = np.asarray(jacobian(x_TD, text_T))
+        assert np.abs(jacobian_TDSD[4, :, 0]).max() > 1e-3
         want_DD += jacobian_TDSD.sum(axis=(0, 2))
-    for batch in (1, 2):
-        lens = fit_jacobian_lens(model, params, texts, batch=batch, rows=7)
-        np.testing.assert_allclose(lens.weight_LDD[0], want_DD / 8, atol=2e-5)
-        np.testing.assert_allclose(lens.weight_LDD[1], np.eye(D), atol=1e-6)
+    lens = fit_jacobian_lens(model, params, list(texts), batch=2, rows=7)
+    np.testing.assert_allclose(lens.weight_LDD[0], want_DD / 10, atol=2e-5)
+    np.testing.assert_allclose(lens.weight_LDD[1], np.eye(D), atol=1e-6)
     assert not lens.bias_LD.any()
 
 
@@ -125,14 +128,12 @@ def test_unembedding_runs_no_layers(lm: Any) -> None:
 
 def test_tuned_lens_learns_to_predict_the_model(lm: Any) -> None:
     """The divergence is NumPy's; training reduces it by far, and leaves the last layer alone."""
-    texts = [tokens(1, n, seed=n)[0] for n in (9, 5, 7)]
-    lens = random_lens(lm[0])
-    rows = []
-    for text in texts:
-        logprob_LTV = log_softmax(numpy_lens(lm, text[None], lens))[:, 0]
-        model_TV = log_softmax(np.asarray(jaxllm.forward(*lm, None, text[None]).logits))[0]
-        rows.append((np.exp(model_TV) * (model_TV - logprob_LTV)).sum(axis=-1))
-    want_L = np.concatenate(rows, axis=1).mean(axis=1)
+    ids, lens = tokens(B, T), random_lens(lm[0])
+    logprob_LBTV = log_softmax(numpy_lens(lm, ids, lens))
+    model_BTV = log_softmax(numpy_lens(lm, ids, None)[-1])
+    divergence_LBT = (np.exp(model_BTV) * (model_BTV - logprob_LBTV)).sum(axis=-1)
+    texts = [ids[0], ids[1, :4]]
+    want_L = np.concatenate([divergence_LBT[:, 0], divergence_LBT[:, 1, :4]], axis=1).mean(axis=1)
     np.testing.assert_allclose(lens_divergence(*lm, texts, lens, batch=2), want_L, rtol=1e-4)
     before_L = lens_divergence(*lm, texts)
     tuned = fit_tuned_lens(*lm, texts, steps=40, learning_rate=1e-2, batch=2)

@@ -29,7 +29,7 @@ from tests.conftest import Run, assert_refused, succeed
 from tests.server.test_model_process import _Frames
 from tests.tiny_models import assert_close, make_twin, random_model, tokens
 
-PAIRS = [(tokens(1, n, seed=n)[0], tokens(1, m, seed=m)[0]) for n, m in ((5, 8), (9, 4), (6, 7))]
+PAIRS = [(tokens(1, 5, seed=i)[0], tokens(1, 7, seed=i + 9)[0]) for i in range(3)]
 PROMPT = "Once upon a time"
 
 
@@ -224,7 +224,6 @@ def test_generate_stream_and_serve_take_edits(lm: jaxllm.LM, compiled: list[str]
     options: dict[str, Any] = {"max_new_tokens": 10}
     scales = [0.0, 0.2, -0.3]
     alone = [lm.generate(PROMPT, edits=steered(lm, scale), **options) for scale in scales]
-    assert alone[0].tokens == lm.generate(PROMPT, **options).tokens
     assert len({tuple(x.tokens) for x in alone}) == 3
     count = len(compiled)
     again = lm.generate(PROMPT, edits=steered(lm, 0.4, seed=1), **options)
