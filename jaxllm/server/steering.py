@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
-from jaxllm.errors import ConfigError, suggest_name
+from jaxllm.errors import ConfigError
 from jaxllm.inside.steering import (
     Directions,
     combine_directions,
@@ -42,8 +42,8 @@ def read_steering(steering: Any, vectors: Vectors) -> dict[str, Any]:
     for item in steering:
         name = item.get("vector")
         if not isinstance(name, str) or name not in vectors:
-            near = suggest_name(str(name), vectors) if vectors else ". The server has none"
-            raise ConfigError(f"steering: unknown vector {name!r:.60}{near}")
+            known = ", ".join(vectors) or "none (--steer)"
+            raise ConfigError(f"steering: unknown vector {name!r:.60}. The server has {known:.200}")
         if unknown := item.keys() - _FIELDS:
             raise ConfigError(f"steering: unknown field {min(unknown)!r:.60}")
         parts.append((_pick_layers(vectors[name], item.get("layers"), name), item.get("scale", 1)))

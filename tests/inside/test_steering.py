@@ -335,7 +335,7 @@ def test_server_steers_each_request(lm: jaxllm.LM, tmp_path: Path) -> None:
     for number, (steering, message) in enumerate(
         (
             ({"vector": "calm"}, "steering must be a list of objects"),
-            ([{"vector": "calmm"}], "unknown vector 'calmm': did you mean calm?"),
+            ([{"vector": "calmm"}], "unknown vector 'calmm'. The server has calm, odd"),
             ([{"vector": "calm", "strength": 2}], "unknown field 'strength'"),
             ([{"vector": "calm", "scale": "2"}], "strength must be a finite number"),
             ([{"vector": "calm", "layers": [0]}], "layers of calm must be a list of 1 to 1"),
