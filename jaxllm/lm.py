@@ -262,8 +262,7 @@ class LM:
                 finish_reason is "cancelled". `on_chunk`: a function called with a `StreamChunk` for
                 each token. Their texts add up to the completion's. `namespace`: a text; requests of
                 different namespaces share nothing in `prefix_cache`, except the first
-                `public_prefix` tokens, a number. `edits`: changes of activations, as for
-                `jaxllm.prefill`. A request may also be one of `prepare_request`.
+                `public_prefix` tokens, a number. A request may also be one of `prepare_request`.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
             prefix_cache: holds prompts, so that later requests that begin like them run only the

@@ -19,8 +19,8 @@ LAYERS = """
     cache
     models
     checkpoints steps sharding grammar
-    convert export generation inside
-    adapters plan
+    convert export generation
+    inside adapters plan
     lm
     server
     evaluate batch_inference

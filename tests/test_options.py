@@ -57,6 +57,7 @@ WRONG: dict[str, list[Any]] = {
     "dry_multiplier": [-1],
     "dry_penalty_last_n": [-2],
     "early_stopping": [1, "x", []],
+    "edits": [5, "x", [1], {1: {}}, {"embed": 2}],
     "eos_token_id": ["12", 2.5, -1, [1.5], True, {}, 2**70],
     "epsilon_cutoff": [1.0],
     "eta_cutoff": [-0.1],

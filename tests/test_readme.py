@@ -27,8 +27,10 @@ PAGES = (
             "generation",
             "grammar",
             "guarantees",
+            "lens",
             "long_context",
             "quantization",
+            "steering",
         ]
     ),
 )
@@ -38,7 +40,9 @@ OUTPUTS = {  # files that the commands of a page write
     "docs/cache.md": ("loop/brightness.png",),
     "docs/cli.md": ("story-model-hf/config.json", "story.cache"),
     "docs/evaluation.md": ("story-vectors/vectors.safetensors", "story.npy"),
+    "docs/lens.md": ("lens.png", "tuned.safetensors"),
     "docs/quantization.md": ("story-int4/config.json",),
+    "docs/steering.md": ("boy.gguf",),
 }
 COMMAND = re.compile(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed) ")
 

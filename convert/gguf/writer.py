@@ -34,7 +34,9 @@ from jaxllm.weights.types.int_weight import IntFormat
 
 QUANTIZATION_VERSION = 2
 FULL_COLUMNS = 1 << 10  # columns; a multiple of every block size
-_TYPES: dict[type, tuple[int, str]] = {bool: (7, "<B"), int: (4, "<I"), float: (6, "<f")}
+_TYPES: dict[type, tuple[int, str]] = {
+    bool: (7, "<B"), int: (4, "<I"), float: (6, "<f"), np.int32: (5, "<i")
+}  # fmt: skip
 _ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
 
 

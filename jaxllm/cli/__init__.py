@@ -1,10 +1,10 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
 Subcommands: generate, chat, serve, batch, embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (one
-command per training method). Shared: options (single flags), option_groups (sampling, loading),
-eval_data (evaluation text), calibration (calibration data of a recipe), command (flags of a
-function, MODEL in two spellings, usage errors), train_common (flags of every training command),
+infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; lens, steer;
+train (one command per training method). Shared: options (single flags), option_groups (sampling,
+loading), eval_data (evaluation text), calibration (calibration data of a recipe), command (flags of
+a function, MODEL in two spellings, usage errors), train_common (flags of every training command),
 lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal and conversation
 (input and state of chat), distributed (several processes).
 """
@@ -31,6 +31,7 @@ from jaxllm.cli import (
     generate,
     infini,
     info,
+    lens,
     merge,
     perplexity,
     plan,
@@ -38,6 +39,7 @@ from jaxllm.cli import (
     recall,
     sensitivity,
     serve,
+    steer,
     train,
     upcycle,
     vectors,
@@ -61,6 +63,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "verify": (verify.verify, verify.EXAMPLE),
     "vectors": (vectors.vectors, vectors.EXAMPLE),
     "embed": (embed.embed, embed.EXAMPLE),
+    "lens": (lens.lens, lens.EXAMPLE),
+    "steer": (steer.steer, steer.EXAMPLE),
     "export": (export.export, export.EXAMPLE),
     "bench": (bench.bench, bench.EXAMPLE),
     "plan": (plan.plan, plan.EXAMPLE),

@@ -12,7 +12,15 @@ import typer
 from jaxllm.cli import terminal
 from jaxllm.cli.console import log
 from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
-from jaxllm.cli.options import Model, Overflow, read_extra_options, read_options
+from jaxllm.cli.options import (
+    Model,
+    Overflow,
+    Steer,
+    read_extra_options,
+    read_options,
+    read_steering,
+    steering_options,
+)
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
 from jaxllm.runtime.multihost import broadcast_from_zero
 
@@ -79,6 +87,7 @@ def chat(
     system: str | None = None,
     chat_template: Path | None = None,
     overflow: Overflow = None,
+    steer: Steer = None,
     *,
     sampling: SamplingOptions,
     loading: LoadingOptions,
@@ -99,7 +108,10 @@ def chat(
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}
         options = named | read_extra_options(sampling.more)
         read_options(None, kind="stream", **options)  # raises before the model is loaded
-        talk = _start_conversation(loading.load(model), options, system, chat_template)
+        vector = read_steering(steer)
+        lm = loading.load(model)
+        options |= steering_options(vector, lm)
+        talk = _start_conversation(lm, options, system, chat_template)
         if terminal.is_interactive():
             about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
             log(f"{about}, seed {talk.seed}\n/help lists the commands, Ctrl-D leaves")

@@ -114,7 +114,10 @@ class Conversation:
         from jaxllm.generation.options import OPTIONS
 
         lines = [f"seed = {self.seed}"]
-        lines += [f"{name} = {json.dumps(value)}" for name, value in self.options.items()]
+        lines += [
+            f"{name} = {', '.join(value) if name == 'edits' else json.dumps(value)}"
+            for name, value in self.options.items()
+        ]
         for name, value in self.lm.generation.items():
             if name in OPTIONS and OPTIONS[name].from_file and name not in self.options:
                 lines.append(f"{name} = {json.dumps(value)} (generation_config.json)")

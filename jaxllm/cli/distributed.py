@@ -23,7 +23,9 @@ SINGLE_PROCESS = {
     "compress": "processes whole layers on one device: leave out --distributed",
     "serve": "runs its model in one process: start several, or Ray Serve with replicas=N",
     "export": "writes programs for one device: leave out --distributed",
-    **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "infini"), _RUN_ONCE),
+    **dict.fromkeys(
+        ("convert", "quantize", "merge", "upcycle", "infini", "lens", "steer"), _RUN_ONCE
+    ),
     **dict.fromkeys(("info", "plan"), "runs no model: leave out --distributed"),
 }
 

@@ -11,7 +11,17 @@ import typer
 
 from jaxllm.cli.console import log, read_stdin, spinner, write
 from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed
-from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
+from jaxllm.cli.options import (
+    Model,
+    Overflow,
+    Steer,
+    Stop,
+    check_writable,
+    load_model,
+    read_options,
+    read_steering,
+    steering_options,
+)
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
 from jaxllm.runtime import multihost
 
@@ -29,6 +39,7 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option("--file", "-f")] = None,
     stop: Stop = None,
     overflow: Overflow = None,
+    steer: Steer = None,
     prompt_cache: Path | None = None,
     draft: str | None = None,
     echo: bool = False,
@@ -60,6 +71,8 @@ def generate(
         model, prompt = "", model  # the one argument is the text
     text = _read_prompt(prompt, prompt_option, prompt_file)
     if server is not None:
+        if steer:
+            raise ConfigError("--steer requires a local model. A server has its own vectors")
         _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
         return
     options = read_options(
@@ -76,6 +89,7 @@ def generate(
             if value:
                 raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
     check_writable("--prompt-cache", prompt_cache)
+    vector = read_steering(steer)
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # typing does not count as load time
@@ -84,6 +98,7 @@ def generate(
     from jaxllm.generation.options.resolve import uses_sampling
     from jaxllm.ops.compile_cache import time_compiling
 
+    options |= steering_options(vector, lm)
     tokens = _encode_prompt(lm, text, chat)
     if prompt_cache:
         options["cache"] = _read_cache(lm, tokens, prompt_cache)

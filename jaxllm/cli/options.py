@@ -63,6 +63,14 @@ CacheDtype = Annotated[
     ),
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop before; repeatable.")]
+Steer = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE[:STRENGTH]",
+        help="Steering vector to add, GGUF or safetensors, with its strength [default: 1];"
+        " repeatable.",
+    ),
+]
 Overflow = Annotated[
     str | None,
     typer.Option(
@@ -208,6 +216,30 @@ def _parse_adapters(values: list[str]) -> dict[str, Path] | list[Path]:
             )
         named[name] = path
     return named
+
+
+def read_steering(values: list[str] | None) -> dict[int, Any]:
+    """Return the sum of the vectors of --steer, by layer. Raises CheckpointError for bad files."""
+    if not values:
+        return {}
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.inside.steering import combine_directions, read_directions
+    parts = []
+    for value in values:
+        given = re.fullmatch(r"(.+):([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)", value)
+        file, strength = given.groups() if given else (value, "1")
+        parts.append((read_directions(file), float(strength)))
+    return combine_directions(parts)
+
+
+def steering_options(directions: dict[int, Any], lm: "LM") -> dict[str, Any]:
+    """Return the option `edits` that adds a vector; none without one."""
+    if not directions:
+        return {}
+    from jaxllm.inside.steering import check_fits_model, steering_edits
+
+    check_fits_model(directions, lm.config, "the vector of --steer")
+    return {"edits": steering_edits(directions)}
 
 
 def read_json_option(option: str, file: Path) -> Any:

@@ -40,6 +40,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     chat_template: Path | None = None,
     pooling: str = "mean",
+    steer: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE")] = None,
     *,
     loading: LoadingOptions,
 ) -> None:
@@ -69,6 +70,7 @@ def serve(
       threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
       chat_template: Jinja file to use instead of the checkpoint's chat template.
       pooling: Pooling of embeddings: mean, last or cls.
+      steer: Steering vector that requests may name, GGUF or safetensors; repeatable.
     """
     try:
         from jaxllm.server.app import build_app
@@ -98,6 +100,7 @@ def serve(
             threads or 0,
             parse_bytes("--prefix-cache", prefix_cache),
             tuple(file.read_text("utf-8").rstrip("\n") for file in public_prefix or ()),
+            vectors=read_names(steer or []),
         ),
         log=lambda line: log(f"jaxllm: {line}"),
     )
@@ -107,6 +110,17 @@ def serve(
 def default_name(model: str) -> str:
     """Return a model's name for clients: the last part of its path."""
     return model if ":" in model else Path(model).resolve().name
+
+
+def read_names(values: list[str]) -> dict[str, str]:
+    """Return the files of --steer by name. Raises ConfigError for values without one."""
+    named = dict[str, str]()
+    for value in values:
+        name, _, file = value.partition("=")
+        if not name or not file or name in named:
+            raise ConfigError(f"--steer must be NAME=FILE, each name once, got {value!r:.60}")
+        named[name] = file
+    return named
 
 
 def load_model(loading: LoadingOptions, model: str, chat_template: Path | None) -> Any:

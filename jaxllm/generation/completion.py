@@ -24,6 +24,7 @@ from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.grammar.grammar import Matcher
 from jaxllm.ops.padding import pad_rows
+from jaxllm.steps import EditMap
 from jaxllm.text.stream_decoder import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.model import Model
@@ -63,7 +64,7 @@ class GenerationConfig:
 
     max_new_tokens: a number, or one per sequence. seed: likewise; "random" is replaced by the
     number drawn for it. adapter: a name, or one per prompt; None means the default adapter.
-    matcher: of the empty text, if there is a grammar.
+    matcher: of the empty text, if there is a grammar. edits: of all rows, as `generate` takes them.
     """
 
     decoder: "Decoder"
@@ -82,6 +83,7 @@ class GenerationConfig:
     adapter: str | list[str | None] | None
     matcher: Matcher | None
     fast_forward: bool
+    edits: EditMap | None
 
     @property
     def checks_every_token(self) -> bool:
@@ -229,6 +231,7 @@ def generation_args(
         "cache": cache,
         "overflow": config.overflow,
         "top_logprobs": config.top_logprobs,
+        "edits": config.edits,
     }
 
 

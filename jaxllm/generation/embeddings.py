@@ -81,13 +81,13 @@ def embeddings(
     layer = _check_options(model, layer, pooling, batch)
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
     vectors_ND = np.zeros((len(ids), model.config.hidden_size), np.float32)
-    groups = _group_by_length(ids, batch)
+    groups = group_by_length(ids, batch)
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members in groups:
             vectors_BD = embed_batch(
                 model,
                 params,
-                *_pad_batch([ids[member] for member in members], batch),
+                *pad_batch([ids[member] for member in members], batch),
                 layer=layer,
                 pooling=pooling,
                 normalize=normalize,
@@ -111,8 +111,8 @@ def log_probs(
     """
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
     logprobs = [np.zeros(0, np.float32)] * len(ids)
-    for members in _group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
-        arrays = _pad_batch([ids[member] for member in members], batch, targets=1)
+    for members in group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
+        arrays = pad_batch([ids[member] for member in members], batch, targets=1)
         logprob_BT = np.asarray(_log_probs(model, params, *arrays))
         for row, member in enumerate(members):
             logprobs[member] = logprob_BT[row, : len(ids[member]) - 1]
@@ -141,7 +141,7 @@ def prompt_logprobs(
     """
     token_T = check_text(model, 0, ids)
     logprob_BT, top_BTN, top_logprob_BTN = _top_log_probs(
-        model, params, *_pad_batch([token_T], 1, targets=1), top=top
+        model, params, *pad_batch([token_T], 1, targets=1), top=top
     )
     known = slice(len(token_T) - 1)
     logprob_T = np.asarray(logprob_BT)[0, known]
@@ -164,7 +164,7 @@ def _top_log_probs(
     )
 
 
-def _group_by_length(
+def group_by_length(
     texts: list[np.ndarray], batch: int, max_columns: float = math.inf
 ) -> list[list[int]]:
     """Return batches of text indices, shortest texts first.
@@ -181,7 +181,7 @@ def _group_by_length(
     return groups
 
 
-def _pad_batch(
+def pad_batch(
     texts: list[np.ndarray], batch: int, *, targets: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and positions `[B, T]` of texts; few sizes mean few compiled programs.

@@ -26,7 +26,6 @@ from jaxllm.generation.completion import (
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
-from jaxllm.steps import EditMap
 
 Answer = tuple[Any, Completion | JaxllmError]
 ReadPrompt = Callable[[Any, Mapping[str, Any]], tuple[list[int], GenerationConfig]]
@@ -37,7 +36,7 @@ class PreparedRequest:
     """A checked request: its prompt as token ids and its options resolved (`LM.prepare_request`).
 
     on_chunk: called with a `StreamChunk` for each token. is_cancelled: called between steps.
-    namespace, public_prefix, edits: as in `Request`.
+    namespace, public_prefix: as in `Request`.
     """
 
     id: Any
@@ -47,7 +46,6 @@ class PreparedRequest:
     is_cancelled: Callable[[], bool] | None = None
     namespace: str = ""
     public_prefix: int = 0
-    edits: EditMap | None = None
 
     @property
     def seed(self) -> int:
@@ -210,7 +208,7 @@ def prepare_request(request: Any, read_prompt: ReadPrompt) -> PreparedRequest:
     ids, config = read_prompt(request.get("prompt"), options)
     if isinstance(config.adapter, list):
         raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
-    shared = request.get("namespace", ""), request.get("public_prefix", 0), request.get("edits")
+    shared = request.get("namespace", ""), request.get("public_prefix", 0)
     return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled, *shared)
 
 
@@ -235,11 +233,9 @@ def _open_request(
         top_logprobs=config.top_logprobs,
         namespace=request.namespace,
         public_prefix=request.public_prefix,
-        edits=request.edits,
+        edits=config.edits,
     )
     return row_request, active
 
 
-_REQUEST_KEYS = (
-    "id", "prompt", "is_cancelled", "on_chunk", "namespace", "public_prefix", "edits"
-)  # fmt: skip
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk", "namespace", "public_prefix")

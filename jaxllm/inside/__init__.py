@@ -4,7 +4,28 @@
 of sites (`models.sites`). Here are the edits, and what is built on them.
 """
 
+from jaxllm.inside.attribution import (
+    attribute_logits as attribute_logits,
+    decompose_stream as decompose_stream,
+)
 from jaxllm.inside.cache_edits import assign_edits as assign_edits
+from jaxllm.inside.lens import (
+    Lens as Lens,
+    fit_jacobian_lens as fit_jacobian_lens,
+    fit_tuned_lens as fit_tuned_lens,
+    lens_divergence as lens_divergence,
+    lens_logits as lens_logits,
+    read_lens as read_lens,
+    top_tokens as top_tokens,
+    write_lens as write_lens,
+)
+from jaxllm.inside.steering import (
+    combine_directions as combine_directions,
+    find_directions as find_directions,
+    read_directions as read_directions,
+    steering_edits as steering_edits,
+    write_directions as write_directions,
+)
 from jaxllm.models.edits import (
     Add as Add,
     Apply as Apply,

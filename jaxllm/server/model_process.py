@@ -35,7 +35,8 @@ PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
-                    "assistant_model", "overflow", "adapter", "top_logprobs", "chunk"}  # fmt: skip
+                    "assistant_model", "overflow", "adapter", "top_logprobs", "chunk",
+                    "edits"}  # fmt: skip
 _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
 
 
@@ -46,7 +47,8 @@ class ModelSettings:
     rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
     max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
     prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
-    values all API keys may share. warms_up: compile before the first request.
+    values all API keys may share. warms_up: compile before the first request. vectors: files of
+    steering vectors by name.
     """
 
     rows: int = 8
@@ -57,6 +59,7 @@ class ModelSettings:
     prefix_bytes: int = 256 << 20
     public_prefixes: tuple[str, ...] = ()
     warms_up: bool = True
+    vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: ModelSettings) -> None:
@@ -93,11 +96,13 @@ class ModelProcess:
         from jaxllm.cache.prefix_cache import PrefixCache
         from jaxllm.generation.background import BackgroundServer
         from jaxllm.models.invariance import has_invariant_rows, make_invariant
+        from jaxllm.server.steering import read_vectors
 
         lm = dataclasses.replace(lm, model=make_invariant(lm.model))
         usual = min(lm.config.default_cache_size, 4096)
         self.lm, self.rows, self.capacity = lm, settings.rows, settings.capacity or usual
         self._frames, self._prefixes = frames, settings.public_prefixes
+        self._vectors = read_vectors(settings.vectors, lm.config)
         # Without bytes it holds nothing, and bits are the same. Small chunks find more, but prompts
         # run in chunks of this size where bits depend on shapes.
         chunk = 32 if has_invariant_rows(lm.model, lm.params) else 128
@@ -250,6 +255,7 @@ class ModelProcess:
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""
         from jaxllm.generation.options import OPTIONS
+        from jaxllm.server.steering import read_steering
 
         extra = {
             name: value
@@ -269,6 +275,8 @@ class ModelProcess:
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):
             options |= tool_options(frame["tools"], self._tool_style)
+        if (steering := frame["extra"].get("steering")) is not None:
+            options |= read_steering(steering, self._vectors)
         if frame.get("logprobs"):
             options["top_logprobs"] = frame["logprobs"]
         return {

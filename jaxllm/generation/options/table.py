@@ -23,6 +23,7 @@ from jaxllm.generation.options.validators import (
     check_bool,
     check_criteria,
     check_early_stopping,
+    check_edits,
     check_ids,
     check_overflow,
     check_processors,
@@ -37,6 +38,7 @@ from jaxllm.generation.sampling.options import PROCESSORS, check_option_value
 from jaxllm.generation.sampling.sampler import Processor, Sampler
 from jaxllm.grammar.grammar import KINDS, Grammar, as_grammar
 from jaxllm.runtime.docstrings import split_docstring
+from jaxllm.steps import EditMap
 
 Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -142,6 +144,8 @@ class GenerateOptions(TypedDict, total=False):
             and recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop
             finished segments that the model's memory holds (segments).
         cache: a cache of one row; a prefix shared with the prompt is not recomputed.
+        edits: changes of activations (`jaxllm.inside`), of the prompt and all new tokens. Rows are
+            the prompts, in order.
         chunk: prefill chunk, in tokens.
         adapter: name of a loaded adapter; "base" for none; the default is the first.
         batch_invariant: run each prompt separately, so that rounding does not depend on the other
@@ -209,6 +213,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None
     overflow: OverflowName | OverflowPolicy | None
     cache: KVCache | None
+    edits: EditMap | None
     chunk: int | None
     adapter: str | Sequence[str | None] | None
     batch_invariant: bool | None
@@ -281,6 +286,11 @@ _ROWS: dict[str, Option] = {
         f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
     ),
     "cache": _plain_option(instance_checker(KVCache), "a jaxllm.KVCache"),
+    "edits": _plain_option(
+        check_edits,
+        "a dict from names of sites to edits of jaxllm.inside",
+        calls=("generate", "stream", "serve"),
+    ),
     "chunk": Option(*_COUNT, 256, from_file=False),
     "adapter": Option(
         per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),

@@ -6,7 +6,7 @@ An invalid value raises a bare TypeError or ValueError; the caller reports the o
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxllm.generation.completion import StoppingCriterion
 from jaxllm.generation.loops.finish import MAX_TOKENS
 from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
 from jaxllm.generation.sampling.sampler import Context, Processor
+from jaxllm.models.edits import as_edits
 from jaxllm.runtime.validation import is_integer, is_number
 
 MAX_SEED = (1 << 64) - 1
@@ -128,6 +129,14 @@ def check_criteria(x: Any) -> tuple[StoppingCriterion, ...]:
     if not all(map(takes_two_args, criteria)):
         raise TypeError
     return criteria
+
+
+def check_edits(x: Any) -> Any:
+    """Return a mapping from names of sites to edits; the model checks what they are."""
+    for site, edits in instance_checker(Mapping)(x).items():
+        instance_checker(str)(site)
+        as_edits(edits)
+    return x
 
 
 def takes_two_args(x: Any) -> bool:

@@ -1,0 +1,143 @@
+"""`jaxllm lens`: which token the model would name after each layer."""
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxllm.cli.console import log, write
+from jaxllm.cli.eval_data import read_text_option
+from jaxllm.cli.option_groups import AdapterOptions
+from jaxllm.cli.options import Model, check_plot_file, check_writable
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.inside import Lens
+    from jaxllm.lm import LM
+
+EXAMPLE = """
+Examples:
+
+  jaxllm lens demo:llama -p 'Once upon a time' --plot lens.png
+
+  jaxllm lens demo:llama -p 'One day' --fit tuned --text @story.txt --save tuned.safetensors
+"""
+CELL = 10  # characters of a token in the table
+
+
+class Kind(enum.StrEnum):
+    tuned = "tuned"
+    jacobian = "jacobian"
+
+
+def lens(
+    model: Model = "demo:llama",
+    prompt: Annotated[str, typer.Option("--prompt", "-p")] = "Once upon a time",
+    file: Annotated[Path | None, typer.Option("--lens", metavar="FILE")] = None,
+    fit: Kind | None = None,
+    text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
+    window: Annotated[int, typer.Option(min=2)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
+    save: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    top: Annotated[int, typer.Option(min=1)] = 1,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    *,
+    loading: AdapterOptions,
+) -> None:
+    """Print the token that the model would name next if it ended after each layer.
+
+    It is the logit lens, unless you give the file of a lens, or fit one to a text: a tuned lens
+    (trained affine maps) or a Jacobian lens (the mean effect of a layer on the last one).
+
+    Args:
+      prompt: Text to read.
+      file: Lens to use, a file that --save wrote [default: the logit lens].
+      fit: Lens to fit first: tuned or jacobian.
+      text: Text to fit it to.
+      window: Tokens per piece of that text.
+      steps: Optimizer steps of a tuned lens.
+      save: File for the fitted lens, safetensors.
+      top: Number of tokens to show of each layer and position.
+      plot: PNG file for a picture of the likeliest tokens.
+      as_json: Print one JSON object.
+    """
+    if (fit is None) != (text is None) or (save is not None and fit is None):
+        raise ConfigError("--fit requires --text, and --text and --save require --fit")
+    if fit is not None and file is not None:
+        raise ConfigError("give --lens or --fit, not both")
+    check_plot_file("--plot", plot)
+    check_writable("--save", save)
+    if save is not None:
+        from jaxllm.convert.gguf.writer import check_absent
+
+        check_absent(save)
+    corpus = None if text is None else read_text_option(text)
+    lm = loading.load(model)
+    import numpy as np
+
+    from jaxllm import inside
+
+    chosen = None if file is None else inside.read_lens(file, lm.config)
+    if fit is not None and corpus is not None:
+        chosen = _fit_lens(lm, fit, corpus, window, steps)
+        if save is not None:
+            inside.write_lens(save, chosen)
+            log(f"wrote {save}")
+    ids = lm.encode(prompt)
+    token_LTK, logprob_LTK = (
+        x[:, 0] for x in inside.top_tokens(lm.model, lm.params, np.array([ids]), chosen, count=top)
+    )
+    pieces = [_show(lm, token) for token in ids]
+    guesses = [[[_show(lm, int(t)) for t in best] for best in row] for row in token_LTK]
+    prob_LTK = np.exp(logprob_LTK)
+    if as_json:
+        layers = [
+            [[[g, round(float(p), 6)] for g, p in zip(*pair, strict=True)]
+             for pair in zip(*row, strict=True)]
+            for row in zip(guesses, prob_LTK, strict=True)
+        ]  # fmt: skip
+        write(json.dumps({"tokens": pieces, "layers": layers}, ensure_ascii=False) + "\n")
+    else:
+        _write_table(pieces, guesses, prob_LTK)
+    if plot is not None:
+        from jaxllm.inside.plots import plot_lens
+
+        plot_lens(pieces, [[best[0] for best in row] for row in guesses], prob_LTK[..., 0], plot)
+        log(f"wrote {plot}")
+
+
+def _fit_lens(lm: "LM", kind: Kind, text: str, window: int, steps: int) -> "Lens":
+    """Return a lens that is fitted to pieces of a text, and log how close it is to the model."""
+    from jaxllm import inside
+
+    ids, window = lm.encode(text), min(window, lm.config.context_length)
+    texts = [ids[i : i + window] for i in range(0, len(ids), window)]
+    args = (lm.model, lm.params, texts)
+    if kind is Kind.tuned:
+        fitted = inside.fit_tuned_lens(*args, steps=steps)
+    else:
+        fitted = inside.fit_jacobian_lens(*args)
+    for name, one in (("logit", None), (kind.value, fitted)):
+        divergence = " ".join(f"{x:.3f}" for x in inside.lens_divergence(*args, one))
+        log(f"divergence of the {name} lens from the model on this text, in nats: {divergence}")
+    return fitted
+
+
+def _write_table(pieces: list[str], guesses: list[list[list[str]]], prob_LTK: object) -> None:
+    """Write one line per token: its text, and what each layer would name next."""
+    heads = [f"layer {layer}" for layer in range(len(guesses))]
+    write(" ".join(f"{head:<{CELL}}" for head in ["token", *heads]).rstrip() + "\n")
+    for number, piece in enumerate(pieces):
+        for rank in range(len(guesses[0][0])):
+            cells = [piece if rank == 0 else "", *(row[number][rank] for row in guesses)]
+            write(" ".join(f"{cell[:CELL]:<{CELL}}" for cell in cells).rstrip() + "\n")
+
+
+def _show(lm: "LM", token: int) -> str:
+    """Return a token's text with escapes for line breaks; its id without a tokenizer."""
+    if lm.tokenizer is None:
+        return str(token)
+    return repr(lm.tokenizer.decode([token]) or lm.tokenizer.token(token))[1:-1]
