@@ -22,6 +22,8 @@ from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.models.invariance import has_invariant_rows, make_invariant
+from jaxllm.ops import native
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter
@@ -119,6 +121,27 @@ def test_results_keep_every_bit(name: str) -> None:
         assert [token for token, _ in found] == [token for token, _ in plain[i]]
         ours, theirs = ([x for _, x in each] for each in (found, plain[i]))
         np.testing.assert_allclose(ours, theirs, atol=0.05 if name == "bfloat16" else 1e-3)
+
+
+@pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
+@pytest.mark.parametrize("name", ["llama", "int8"])
+def test_invariant_models_keep_the_bits_of_plain_serve(name: str) -> None:
+    """With `Precision.invariant`, serve packs prompts and rows as they come: with and without a
+    prefix cache, and in other company, log-probabilities have the same bits.
+    """
+    model, params = load(name)
+    model = make_invariant(model)
+    assert has_invariant_rows(model, params)
+    requests = [make_request(i, length) for i, length in enumerate(LENGTHS)]
+    expected = answers(serve(model, params, requests, **SHAPE))
+    store = PrefixCache(1 << 24, C)
+    for some in (requests, requests[::-1], requests[1::4]):
+        found = answers(serve(model, params, some, **SHAPE, prefix_cache=store))
+        assert found == {request.id: expected[request.id] for request in some}
+    assert store.stats().hit_tokens
+    for request in requests[::5]:
+        alone = serve(model, params, [request], rows=1, capacity=96, chunk=7, burst=1)
+        assert answers(alone)[request.id] == expected[request.id]
 
 
 @settings(max_examples=6)
