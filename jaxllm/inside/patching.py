@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_no_memory, init_cache
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.models.edits import Add, Edit, Set
+from jaxllm.models.edits import Add, Set
 from jaxllm.models.site_inputs import check_edits, find_sites
 from jaxllm.models.sites import SITES, WEIGHT_SITES, Edits, sites_to_record, split_name
 from jaxllm.ops.padding import next_power_of_two
@@ -28,7 +28,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 Metric = Callable[[jax.Array], jax.Array]  # from a text's last logits [V] to one number
-Sites = Mapping[str, jax.Array]
+Edited = dict[str, Any]  # from sites' names to edits
 _SHORTEST = 8  # tokens of a suffix: shorter ones would each compile
 # What a layer adds to the stream, and the stream: sites that no frozen site of a layer follows.
 SENDERS = (
@@ -93,13 +93,7 @@ def patch_sites(
         CacheMismatchError: for models with a memory.
     """
     sweep = _Sweep(model, params, ids, source_ids, metric, site, layers)
-    names, source = sweep.names, sweep.source_sites
-
-    def run(suffix: "_Suffix", edits: dict[str, Edit]) -> jax.Array:
-        return suffix.run(edits)[0]
-
-    sender = {name: source[name] for name in names}
-    return sweep.run(run, sender, positions, heads, batch_tokens, show_progress)
+    return sweep.run(_Suffix.run, positions, heads, batch_tokens, show_progress)
 
 
 def patch_paths(
@@ -139,21 +133,19 @@ def patch_paths(
     reads = {n: heads for key, heads in receivers.items() for n in find_sites(model.config, key)}
     kept = [n for key in freeze for n in find_sites(model.config, f"blocks.*.{key}")]
     sweep = _Sweep(model, params, ids, source_ids, metric, site, layers, kept)
-    names, frozen = sweep.names, sweep.base_sites
-    if (kind := split_name(names[0])[1]) not in SENDERS:
+    if (kind := split_name(sweep.names[0])[1]) not in SENDERS:
         raise ConfigError(f"a sender must be one of {', '.join(SENDERS)}: got {kind}")
     if unfit := [n for n in reads if n == "logits" or split_name(n)[1] in WEIGHT_SITES]:
         raise ConfigError(f"{unfit[0]} cannot be a receiver")
 
-    def run(suffix: "_Suffix", edits: dict[str, Edit]) -> jax.Array:
-        held = {name: [Set(suffix.cut(frozen[name]))] for name in kept}
+    def run(suffix: "_Suffix", edits: Edited) -> jax.Array:
+        held: Edited = {name: [Set(suffix.cut(sweep.base_sites[name]))] for name in kept}
         for name, edit in edits.items():
-            held.setdefault(name, []).append(edit)
-        _, found = suffix.run(held, tuple(reads))
-        return suffix.run({n: Set(x, heads=reads[n]) for n, x in found.items()})[0]
+            held[name] = [*held.get(name, ()), edit]
+        found = suffix.read(held, tuple(reads))
+        return suffix.run({name: Set(x, heads=reads[name]) for name, x in found.items()})
 
-    sender = {name: sweep.source_sites[name] for name in names}
-    return sweep.run(run, sender, positions, heads, batch_tokens, show_progress)
+    return sweep.run(run, positions, heads, batch_tokens, show_progress)
 
 
 def attribute_patches(
@@ -175,7 +167,7 @@ def attribute_patches(
     sweep = _Sweep(model, params, ids, source_ids, metric, site, layers)
     base, source = sweep.base_sites, sweep.source_sites
 
-    def measure(change: Sites) -> jax.Array:
+    def measure(change: dict[str, jax.Array]) -> jax.Array:
         edits = {name: Add(x) for name, x in change.items()}
         logits_BTV = forward(model, params, None, sweep.token_1T, edits=edits).logits
         return metric(logits_BTV[0, -1])
@@ -207,10 +199,15 @@ class _Suffix(NamedTuple):
         """Return the part of a site's array at these tokens."""
         return x_1T[:, self.start :]
 
-    def run(
-        self, edits: Mapping[str, Any], names: tuple[str, ...] = ()
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the last logits `[B, V]` under edits, and sites `[B, T, ...]`."""
+    def run(self, edits: Edited) -> jax.Array:
+        """Return the last logits `[B, V]` under edits."""
+        return self._run(edits, ())[0]
+
+    def read(self, edits: Edited, names: tuple[str, ...]) -> dict[str, jax.Array]:
+        """Return sites `[B, T, ...]` under edits."""
+        return self._run(edits, names)[1]
+
+    def _run(self, edits: Edited, names: tuple[str, ...]) -> tuple[Any, dict[str, jax.Array]]:
         B, T = self.token_BT.shape
         position_BT = np.broadcast_to(np.arange(T, dtype=np.int32) + self.start, (B, T))
         checked = check_edits(self.model, edits, B, T, None)
@@ -286,9 +283,7 @@ class _Sweep:
     def _measure(self, logits_BV: jax.Array) -> np.ndarray:
         measured = jax.vmap(self._metric)(logits_BV)
         if measured.shape != logits_BV.shape[:1]:
-            raise ConfigError(
-                f"a metric must return one number, got an array {measured.shape[1:]}"
-            )
+            raise ConfigError(f"a metric must return one number, got an array {measured.shape[1:]}")
         return np.asarray(measured, np.float32)
 
     def patches(self, metric: np.ndarray) -> Patches:
@@ -297,8 +292,7 @@ class _Sweep:
 
     def run(
         self,
-        run: Callable[[_Suffix, dict[str, Edit]], jax.Array],
-        sender: Sites,
+        run: Callable[[_Suffix, Edited], jax.Array],
         positions: Iterable[Any] | None,
         heads: Iterable[int] | None,
         batch_tokens: int,
@@ -315,18 +309,17 @@ class _Sweep:
         with steps_bar("patching", len(batches), show_progress) as advance:
             for suffix, cells in batches:
                 at_Bn = at_Pn[place_C[cells]]
-                edits: dict[str, Edit] = {}
+                edits: Edited = {}
                 for layer, name in enumerate(self.names):
                     here_B1 = (layer_C[cells] == layer)[:, None]
                     edits[name] = Set(
-                        suffix.cut(sender[name]),
+                        suffix.cut(self.source_sites[name]),
                         positions=np.where(here_B1, at_Bn, -1),
                         heads=None if heads is None else head_H[head_C[cells]][:, None],
                     )
                 metric_C[cells] = self._measure(run(suffix, edits))
                 advance()
-        shape = shape[:2] if heads is None else shape
-        return self.patches(metric_C.reshape(shape))
+        return self.patches(metric_C.reshape(shape[: 2 if heads is None else 3]))
 
     def _split(
         self, at_Pn: np.ndarray, place_C: np.ndarray, batch_tokens: int
@@ -338,7 +331,9 @@ class _Sweep:
         """
         total = self.token_1T.size
         first_P = np.where(at_Pn < 0, total, at_Pn).min(axis=1)
-        width_P = np.array([min(next_power_of_two(total - p, _SHORTEST), total) for p in first_P.tolist()])
+        width_P = np.array(
+            [min(next_power_of_two(total - p, _SHORTEST), total) for p in first_P.tolist()]
+        )
         for width in np.unique(width_P):
             cells = np.flatnonzero(width_P[place_C] == width)
             rows = min(max(batch_tokens // int(width), 1), len(cells))
@@ -364,9 +359,7 @@ def _as_positions(positions: Iterable[Any] | None, total: int) -> np.ndarray:
         if at.dtype.kind not in "iu" or at.ndim != 1 or not at.size:
             lists = []
         elif at.min() < 0 or at.max() >= total:
-            raise ConfigError(
-                f"positions {at.tolist()} out of range: expected 0 to {total - 1}"
-            )
+            raise ConfigError(f"positions {at.tolist()} out of range: expected 0 to {total - 1}")
     if not lists:
         raise ConfigError(
             f"positions must be integers, or lists of integers, got {positions!r:.60}"
