@@ -5,6 +5,18 @@ of sites (`models.sites`). Here are the edits, and what is built on them.
 """
 
 from jaxllm.inside.cache_edits import assign_edits as assign_edits
+from jaxllm.inside.patching import (
+    Patches as Patches,
+    attribute_patches as attribute_patches,
+    patch_paths as patch_paths,
+    patch_sites as patch_sites,
+)
+from jaxllm.inside.sae import (
+    SparseAutoencoder as SparseAutoencoder,
+    load_autoencoder as load_autoencoder,
+    save_autoencoder as save_autoencoder,
+    train_autoencoder as train_autoencoder,
+)
 from jaxllm.models.edits import (
     Add as Add,
     Apply as Apply,
