@@ -29,7 +29,7 @@ from jaxllm.weights.paths import Params
 
 Metric = Callable[[jax.Array], jax.Array]  # from a text's last logits [V] to one number
 Edited = dict[str, Any]  # from sites' names to edits
-_SHORTEST = 8  # tokens of a suffix: shorter ones would each compile
+_SHORTEST = 16  # tokens of a suffix: shorter ones would each compile
 # What a layer adds to the stream, and the stream: sites that no frozen site of a layer follows.
 SENDERS = (
     "attn.z", "attn.output", "attn_out", "mlp.output", "mlp_out",

@@ -11,7 +11,7 @@ from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
 from jaxllm.inside import Add, Set, attribute_patches, patch_paths, patch_sites
 from tests.tiny_models import random_model, tokens
 
-T = 10  # suffixes of 8 and of 10 tokens
+T = 18  # suffixes of 16 and of 18 tokens
 IDS, SOURCE = tokens(1, T)[0], tokens(1, T, seed=1)[0]
 FAMILIES = ["llama", "gpt2", "gemma2", "qwen3_moe"]  # windows, experts, learned positions
 
@@ -50,7 +50,7 @@ def test_sweep_cells_equal_whole_runs(family: str) -> None:
     batches, the last of which is not full, and suffixes of two lengths.
     """
     lm, site = random_model(family), "resid_post"
-    patches = patch_sites(*lm, IDS, SOURCE, metric, f"hook_{site}", batch_tokens=30)
+    patches = patch_sites(*lm, IDS, SOURCE, metric, f"hook_{site}", batch_tokens=80)
     names = [f"blocks.{layer}.{site}" for layer in range(2)]
     value = run(lm, SOURCE, read=names).sites
     want = [
@@ -62,7 +62,7 @@ def test_sweep_cells_equal_whole_runs(family: str) -> None:
 
 @pytest.mark.parametrize(("site", "heads"), [("attn.z", [7, 0, 3]), ("attn.v", [1])])
 def test_sweep_patches_single_heads_and_token_groups(lm: Any, site: str, heads: list[int]) -> None:
-    places: list[Any] = [4, [2, 9], range(T)]
+    places: list[Any] = [4, [1, 9], range(T)]
     options: Any = {"layers": [1], "positions": places, "heads": heads}
     patches = patch_sites(*lm, IDS, SOURCE, metric, site, **options)
     name = f"blocks.1.{site}"
@@ -79,7 +79,7 @@ def test_sweep_runs_one_program_per_suffix_length(lm: Any, compiled: list[str]) 
     """Other texts, values and layers of one sweep run the same two programs."""
 
     def sweep(ids: Any) -> None:
-        patch_sites(*lm, ids, SOURCE, metric, "mlp_out", batch_tokens=40)
+        patch_sites(*lm, ids, SOURCE, metric, "mlp_out", batch_tokens=80)
 
     sweep(IDS)
     count = len(compiled)
@@ -92,7 +92,7 @@ def test_path_patches_equal_brute_force(freeze: tuple[str, ...]) -> None:
     """Sender to receivers, everything in `freeze` kept: two edited runs of the whole text."""
     lm = random_model("llama", num_hidden_layers=3)
     receivers = {"blocks.2.attn.q": [1, 5], "blocks.1.attn.k": None, "blocks.2.mlp_norm": None}
-    senders, places = [2, 6], [0, 5, 8]
+    senders, places = [2, 6], [0, 5, 16]
     patches = patch_paths(
         *lm, IDS, SOURCE, metric, "attn.z", receivers,
         freeze=freeze, positions=places, heads=senders,
@@ -139,7 +139,7 @@ def test_attribution_equals_finite_differences(lm: Any, site: str) -> None:
 
 
 INVALID: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TokenError, "must have one length, got 10 and 9 tokens", {"source": SOURCE[1:]}),
+    (TokenError, "must have one length, got 18 and 17 tokens", {"source": SOURCE[1:]}),
     (TokenError, "non-empty", {"ids": IDS[:0], "source": IDS[:0]}),
     (TokenError, "131", {"ids": IDS + 131}),
     (ConfigError, "unknown site 'blocks.*.resid_pots'", {"site": "resid_pots"}),
@@ -147,7 +147,7 @@ INVALID: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ConfigError, "cannot patch attn.pattern", {"site": "attn.pattern"}),
     (ConfigError, "cannot patch mlp_*", {"site": "mlp_*"}),
     (ConfigError, "for reading only", {"site": "attn.result"}),
-    (ConfigError, r"positions \[10\] out of range: expected 0 to 9", {"positions": [10]}),
+    (ConfigError, r"positions \[18\] out of range: expected 0 to 17", {"positions": [18]}),
     (ConfigError, "positions must be integers", {"positions": [0.5]}),
     (ConfigError, "positions must be integers", {"positions": []}),
     (ConfigError, "heads cannot be chosen", {"heads": [0]}),
