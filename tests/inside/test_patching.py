@@ -1,5 +1,6 @@
 """Patching sweeps: every cell equals a whole run with that one edit, on all kinds of families."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
 from jaxllm.inside import Add, Set, attribute_patches, patch_paths, patch_sites
+from tests.test_docs import snippets
 from tests.tiny_models import random_model, tokens
 
 T = 18  # suffixes of 16 and of 18 tokens
@@ -189,3 +191,12 @@ def test_models_with_memory_are_refused() -> None:
     lm = jaxllm.load("demo:long-infini", dtype="float32")
     with pytest.raises(CacheMismatchError, match="patching"):
         patch_sites(lm.model, lm.params, IDS, SOURCE, metric, "resid_post")
+
+
+@pytest.mark.parametrize("page", ["patching", "sparse_autoencoders"])
+def test_page_code_runs(
+    page: str, demo_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = (s.text for s in snippets(f"docs/{page}.md") if s.language == "python")
+    exec(compile(code, page, "exec"), {})

@@ -167,10 +167,10 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_autoencoder(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("options", [{"k": 3}, {"l1": 0.2}], ids=["topk", "l1"])
+@pytest.mark.parametrize("options", [{"k": 3}, {"l1": 1.0}], ids=["topk", "l1"])
 def test_training_finds_planted_directions(options: dict[str, Any]) -> None:
     """Activations are sparse sums of 24 known directions: the loss falls, and the dictionary has
-    most of them. The result does not depend on the activations' scale.
+    them. The result does not depend on the activations' scale.
     """
     rng = np.random.default_rng(0)
     planted = random(24, 20)
@@ -178,14 +178,14 @@ def test_training_finds_planted_directions(options: dict[str, Any]) -> None:
     f = (rng.random((3000, 24)) < 0.08) * (0.5 + rng.random((3000, 24)))
     x = (f @ planted * 7).astype(np.float32)
     settings: Any = {"steps": 400, "batch": 128, "learning_rate": 1e-2, "seed": 1, **options}
-    sae, loss = train_autoencoder(x, 24, site="blocks.0.resid_post", **settings)
-    assert loss.shape == (400,) and loss[-20:].mean() < 0.35 * loss[:20].mean()
+    sae, loss = train_autoencoder(x, 48, site="blocks.0.resid_post", **settings)
+    assert loss.shape == (400,) and loss[-20:].mean() < 0.4 * loss[:20].mean()
     found = np.array(sae.decoder_FD)
     found /= np.linalg.norm(found, axis=1, keepdims=True)
-    assert (np.abs(found @ planted.T).max(axis=0) > 0.9).mean() > 0.7
+    assert (np.abs(found @ planted.T).max(axis=0) > 0.9).mean() > 0.9
     y = np.asarray(sae.decode(sae.encode(x)))
-    assert np.square(x - y).sum() < 0.2 * np.square(x - x.mean(axis=0)).sum()
-    larger, _ = train_autoencoder(x * 8, 24, **settings)
+    assert np.square(x - y).sum() < 0.1 * np.square(x - x.mean(axis=0)).sum()
+    larger, _ = train_autoencoder(x * 8, 48, **settings)
     np.testing.assert_allclose(larger.decode(larger.encode(x * 8)), y * 8, atol=1e-2)
     assert sae.site == "blocks.0.resid_post" and sae.k == options.get("k")
 
