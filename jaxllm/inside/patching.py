@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.edits import Add, Set
 from jaxllm.models.site_inputs import check_edits, find_sites
 from jaxllm.models.sites import SITES, WEIGHT_SITES, Edits, sites_to_record, split_name
-from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.padding import next_power_of_two, pad_rows
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import Segments, forward, prefill, run_model
@@ -29,6 +29,7 @@ from jaxllm.weights.paths import Params
 
 Metric = Callable[[jax.Array], jax.Array]  # from a text's last logits [V] to one number
 Edited = dict[str, Any]  # from sites' names to edits
+_Run = tuple[jax.Array, dict[str, jax.Array]]  # logits and sites
 _SHORTEST = 16  # tokens of a suffix: shorter ones would each compile
 # What a layer adds to the stream, and the stream: sites that no frozen site of a layer follows.
 SENDERS = (
@@ -138,11 +139,11 @@ def patch_paths(
     if unfit := [n for n in reads if n == "logits" or split_name(n)[1] in WEIGHT_SITES]:
         raise ConfigError(f"{unfit[0]} cannot be a receiver")
 
-    def run(suffix: "_Suffix", edits: Edited) -> jax.Array:
+    def run(suffix: "_Suffix", edits: Edited) -> _Run:
         held: Edited = {name: [Set(suffix.cut(sweep.base_sites[name]))] for name in kept}
         for name, edit in edits.items():
             held[name] = [*held.get(name, ()), edit]
-        found = suffix.read(held, tuple(reads))
+        _, found = suffix.run(held, tuple(reads))
         return suffix.run({name: Set(x, heads=reads[name]) for name, x in found.items()})
 
     return sweep.run(run, positions, heads, batch_tokens, show_progress)
@@ -199,21 +200,15 @@ class _Suffix(NamedTuple):
         """Return the part of a site's array at these tokens."""
         return x_1T[:, self.start :]
 
-    def run(self, edits: Edited) -> jax.Array:
-        """Return the last logits `[B, V]` under edits."""
-        return self._run(edits, ())[0]
-
-    def read(self, edits: Edited, names: tuple[str, ...]) -> dict[str, jax.Array]:
-        """Return sites `[B, T, ...]` under edits."""
-        return self._run(edits, names)[1]
-
-    def _run(self, edits: Edited, names: tuple[str, ...]) -> tuple[Any, dict[str, jax.Array]]:
+    def run(self, edits: Edited, names: tuple[str, ...] = ()) -> _Run:
+        """Return the last logits `[B, V]` and sites `[B, T, ...]` under edits."""
         B, T = self.token_BT.shape
         position_BT = np.broadcast_to(np.arange(T, dtype=np.int32) + self.start, (B, T))
         checked = check_edits(self.model, edits, B, T, None)
-        return _run_rows(
+        run: _Run = _run_rows(
             self.model, self.params, self.segments, self.token_BT, position_BT, checked, names
         )
+        return run
 
 
 @partial(jax.jit, static_argnums=(0, 6))
@@ -225,7 +220,7 @@ def _run_rows(
     position_BT: jax.Array,
     edits: Edits,
     names: tuple[str, ...],
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> _Run:
     B, T = token_BT.shape
     trace, _, _ = run_model(
         model, params, segments, token_BT, position_BT, column_B=jnp.full(B, T - 1, jnp.int32),
@@ -261,11 +256,11 @@ class _Sweep:
         if self.token_1T.shape != source_1T.shape:
             sizes = " and ".join(f"{x.size:,}" for x in (self.token_1T, source_1T))
             raise TokenError(f"a text and its source must have one length, got {sizes} tokens")
-        which = ["*"] if layers is None else layers
+        which = ["*"] if layers is None else _as_list("layers", layers)
         found = [n for layer in which for n in find_sites(model.config, f"blocks.{layer}.{site}")]
         self.names = tuple(dict.fromkeys(found))
-        self.axes = SITES[split_name(self.names[0])[1]].axes
-        if "S" in self.axes or {split_name(n)[1] for n in found} != {split_name(found[0])[1]}:
+        kind, *others = {split_name(name)[1] for name in found}
+        if others or "S" in SITES[kind].axes:
             raise ConfigError(
                 f"cannot patch {site}. Name one site of a layer that has an array for each token"
             )
@@ -292,7 +287,7 @@ class _Sweep:
 
     def run(
         self,
-        run: Callable[[_Suffix, Edited], jax.Array],
+        run: Callable[[_Suffix, Edited], _Run],
         positions: Iterable[Any] | None,
         heads: Iterable[int] | None,
         batch_tokens: int,
@@ -301,7 +296,7 @@ class _Sweep:
         """Measure the logits `[B, V]` that `run` returns for the edits of each batch of cells."""
         batch_tokens = check_int("batch_tokens", batch_tokens, 1, error=ConfigError)
         at_Pn = _as_positions(positions, self.token_1T.size)
-        head_H = np.arange(1) if heads is None else np.array([*heads])
+        head_H = np.arange(1) if heads is None else np.array(_as_list("heads", heads))
         shape = (len(self.names), len(at_Pn), len(head_H))
         metric_C = np.zeros(shape, np.float32).reshape(-1)
         layer_C, place_C, head_C = (x.reshape(-1) for x in np.indices(shape))
@@ -317,7 +312,7 @@ class _Sweep:
                         positions=np.where(here_B1, at_Bn, -1),
                         heads=None if heads is None else head_H[head_C[cells]][:, None],
                     )
-                metric_C[cells] = self._measure(run(suffix, edits))
+                metric_C[cells] = self._measure(run(suffix, edits)[0])
                 advance()
         return self.patches(metric_C.reshape(shape[: 2 if heads is None else 3]))
 
@@ -350,20 +345,14 @@ class _Sweep:
 
 def _as_positions(positions: Iterable[Any] | None, total: int) -> np.ndarray:
     """Return lists of positions, padded with -1, int32 `[P, n]`. Raises ConfigError."""
-    given = range(total) if positions is None else positions
-    try:
-        lists = [np.atleast_1d(np.asarray([*p] if isinstance(p, Iterable) else p)) for p in given]
-    except (TypeError, ValueError):
-        lists = []
-    for at in lists:
-        if at.dtype.kind not in "iu" or at.ndim != 1 or not at.size:
-            lists = []
-        elif at.min() < 0 or at.max() >= total:
-            raise ConfigError(f"positions {at.tolist()} out of range: expected 0 to {total - 1}")
-    if not lists:
-        raise ConfigError(
-            f"positions must be integers, or lists of integers, got {positions!r:.60}"
-        )
-    width = max(map(len, lists))
-    padded = [np.pad(at, (0, width - len(at)), constant_values=-1) for at in lists]
-    return np.stack(padded).astype(np.int32)
+    given = range(total) if positions is None else _as_list("positions", positions)
+    lists = [_as_list("positions", p) if isinstance(p, Iterable) else [p] for p in given]
+    for at in (at for places in lists for at in places):
+        check_int("a position", at, 0, total - 1, ConfigError)
+    return pad_rows(lists, fill=-1)
+
+
+def _as_list(name: str, x: Any) -> list[Any]:
+    if not isinstance(x, Iterable) or not (items := [*x]):
+        raise ConfigError(f"{name} must be a list of integers, got {x!r:.60}")
+    return items

@@ -19,7 +19,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import as_path, atomic_directory, path_inside, read_json, write_json
 from jaxllm.models.edits import Apply, Clamp, Edit
 from jaxllm.runtime.progress import steps_bar
-from jaxllm.runtime.validation import check_int, check_seed, is_integer, is_number
+from jaxllm.runtime.validation import check_int, check_seed, is_number
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
 
@@ -116,10 +116,15 @@ def load_autoencoder(directory: str | Path) -> SparseAutoencoder:
         norm_F = jnp.linalg.norm(x["W_dec"], axis=1)
         x["W_enc"], x["b_enc"] = x["W_enc"] * norm_F[None], x["b_enc"] * norm_F
         x["W_dec"] = x["W_dec"] / jnp.where(norm_F == 0, 1, norm_F)[:, None]
+    k = None
+    if kind == "topk":
+        options = config.get("activation_fn_kwargs")
+        k = config.get("k", options.get("k") if isinstance(options, dict) else None)
+        k = check_int(f"{home / CONFIG}: k", k, 1, len(x["b_enc"]), CheckpointError)
     site = metadata.get("hook_name", config.get("hook_name", config.get("hook_point")))
     return SparseAutoencoder(
         x["W_enc"], x["b_enc"], x["W_dec"], x["b_dec"], x.get("threshold"),
-        k=_read_k(home, config, len(x["b_enc"])) if kind == "topk" else None,
+        k=k,
         subtract_bias=config.get("apply_b_dec_to_input", True) is True,
         site=site if isinstance(site, str) else None,
     )  # fmt: skip
@@ -276,16 +281,6 @@ def _activation_kind(home: Path, config: Mapping[str, Any]) -> str:
             expected = " or ".join(map(str, known))
             raise CheckpointError(f"{home / CONFIG}: {name} is {value!r:.60}, expected {expected}")
     return str(kind)
-
-
-def _read_k(home: Path, config: Mapping[str, Any], features: int) -> int:
-    options = config.get("activation_fn_kwargs")
-    k = config.get("k", options.get("k") if isinstance(options, dict) else None)
-    if not is_integer(k) or not 0 < k <= features:
-        raise CheckpointError(
-            f"{home / CONFIG}: k must be a whole number from 1 to {features}, got {k!r:.60}"
-        )
-    return int(k)
 
 
 def _read_arrays(

@@ -133,6 +133,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rescale_acts_by_decoder_norm is True", {"rescale_acts_by_decoder_norm": True}, changed()),
     ("k must be a whole number from 1 to 53, got 54", {"architecture": "topk", "k": 54}, changed()),
     ("k must be a whole number from 1 to 53, got None", {"architecture": "topk"}, changed()),
+    ("got None", {"activation_fn": "topk", "activation_fn_kwargs": [3]}, changed()),
 ]
 
 

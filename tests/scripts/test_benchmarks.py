@@ -170,5 +170,5 @@ def test_patching_equals_hooks(capsys: Printed) -> None:
     patching.compare_steering("small", rounds=1)
     printed = capsys.readouterr().out
     assert "3 layers x 4 positions of 24 tokens" in printed
-    rows = re.findall(r"^\| .* \| [\d.]+ \| [\d.]+ \|$", printed, re.M)
+    rows = re.findall(r"^\| .*(?: \| [\d.]+){4} \|$", printed, re.M)
     assert len(rows) == 4 and "steered" in printed
