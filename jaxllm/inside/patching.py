@@ -55,7 +55,14 @@ class Patches(NamedTuple):
 
     @property
     def effect(self) -> np.ndarray:
-        """The metric on a scale where 0 is the text's and 1 the source's, in the same shape."""
+        """The metric on a scale where 0 is the text's and 1 the source's, in the same shape.
+
+        Raises ConfigError if both texts have the same metric.
+        """
+        if self.base == self.source:
+            raise ConfigError(
+                f"the metric of both texts is {self.base:g}, so patches have no scale"
+            )
         return (self.metric - self.base) / (self.source - self.base)
 
 

@@ -193,6 +193,13 @@ def test_invalid_paths_are_refused(lm: Any, site: str, receivers: Any, message: 
     assert "\n" not in str(caught.value)
 
 
+def test_effect_needs_two_metrics(lm: Any) -> None:
+    patches = patch_sites(*lm, IDS, IDS, metric, "resid_post", positions=[T - 1])
+    np.testing.assert_allclose(patches.metric, patches.base, atol=1e-4)
+    with pytest.raises(ConfigError, match="the metric of both texts is"):
+        _ = patches.effect
+
+
 def test_models_with_memory_are_refused() -> None:
     lm = jaxllm.load("demo:long-infini", dtype="float32")
     with pytest.raises(CacheMismatchError, match="patching"):
