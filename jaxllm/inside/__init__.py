@@ -19,6 +19,18 @@ from jaxllm.inside.lens import (
     top_tokens as top_tokens,
     write_lens as write_lens,
 )
+from jaxllm.inside.patching import (
+    Patches as Patches,
+    attribute_patches as attribute_patches,
+    patch_paths as patch_paths,
+    patch_sites as patch_sites,
+)
+from jaxllm.inside.sae import (
+    SparseAutoencoder as SparseAutoencoder,
+    load_autoencoder as load_autoencoder,
+    save_autoencoder as save_autoencoder,
+    train_autoencoder as train_autoencoder,
+)
 from jaxllm.inside.steering import (
     combine_directions as combine_directions,
     find_directions as find_directions,

@@ -1,6 +1,7 @@
 """Benchmarks at the smallest size: they run and print plausible figures."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from scripts.benchmarks import (
     gpu,
     load_time,
     long,
+    patching,
     policy_table,
     prefix_table,
     simulate_serving,
@@ -159,3 +161,14 @@ def test_scale_page_contains_current_simulation_tables() -> None:
     """docs/scale.md has exactly the tables that simulate_serving generates."""
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     assert simulate_serving.replace_tables(page) == page
+
+
+@pytest.mark.more
+def test_patching_equals_hooks(capsys: Printed) -> None:
+    """The sweeps of jaxllm, shared and whole, agree with those of PyTorch's hooks."""
+    patching.compare_sweeps("small", tokens=24, positions=4, torch_layers=2)
+    patching.compare_steering("small", rounds=1)
+    printed = capsys.readouterr().out
+    assert "3 layers x 4 positions of 24 tokens" in printed
+    rows = re.findall(r"^\| .*(?: \| [\d.]+){4} \|$", printed, re.M)
+    assert len(rows) == 4 and "steered" in printed
