@@ -17,6 +17,7 @@ format_divergence: KL divergence of each weight format from float32, on a traine
 compression_table: size and quality of each method of `jaxllm compress`.
 qat_table: how much of the rounding loss quantization-aware training recovers.
 distill_table: loss after each distillation method at equal steps.
+patching: sweeps of activation patching compared with PyTorch hooks; steering in a batch.
 prefix_table: time saved by training on a frozen prefix.
 policy_table: recall from a long text under each cache policy.
 json_schema_suite: the official JSON Schema test suite against the grammars of schemas.

@@ -206,7 +206,7 @@ def test_models_with_memory_are_refused() -> None:
         patch_sites(lm.model, lm.params, IDS, SOURCE, metric, "resid_post")
 
 
-@pytest.mark.parametrize("page", ["patching", "sparse_autoencoders"])
+@pytest.mark.parametrize("page", ["patching", "sae"])
 def test_page_code_runs(
     page: str, demo_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
