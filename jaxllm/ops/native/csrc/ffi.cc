@@ -517,12 +517,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_take, jaxllm::take,
     ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_write, jaxllm::write,
+    ffi::Ffi::Bind().Arg<ffi::BufferR1<ffi::S32>>().Arg<ffi::BufferR2<ffi::S32>>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_read, jaxllm::read,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());

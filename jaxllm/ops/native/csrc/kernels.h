@@ -98,8 +98,8 @@ struct Queries {
   float scale, cap;
 };
 
-// Rows to normalize [rows, columns], float32 or bfloat16: x / sqrt(mean of squares + eps) * (weight + offset) + bias, of
-// x less its mean if `centered`. The weights and the bias (null: none) are arrays of floats.
+// Rows to normalize [rows, columns], float32 or bfloat16: x / sqrt(mean of squares + eps) * (weight + offset) + bias,
+// of x less its mean if `centered`. The weights and the bias (null: none) are arrays of floats.
 struct Norm {
   const void* x;
   bool bf16;

@@ -44,8 +44,17 @@ bool always(const Weight&, const Input&) { return true; }
 }  // namespace
 
 const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
-  static constexpr Kernels kernels = {
-      {always, prepared_bytes, prepare, multiply}, widen_any, state_bytes, fold, merge, put, sum_rows, logsumexp_rows, softmax_rows, normalize, {}};
+  static constexpr Kernels kernels = {{always, prepared_bytes, prepare, multiply},
+                                      widen_any,
+                                      state_bytes,
+                                      fold,
+                                      merge,
+                                      put,
+                                      sum_rows,
+                                      logsumexp_rows,
+                                      softmax_rows,
+                                      normalize,
+                                      {}};
   return &kernels;
 }
 

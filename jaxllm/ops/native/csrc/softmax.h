@@ -111,8 +111,8 @@ inline bool absorb(float* line, float scale, const float* each, const int32_t* m
   return true;
 }
 
-// The same for queries that may have a soft cap (Gemma 2, section 2): it is first applied to the first `lanes` products.
-// Infinite products are not wild then.
+// The same for queries that may have a soft cap (Gemma 2, section 2): it is first applied to the first `lanes`
+// products. Infinite products are not wild then.
 inline bool absorb(const Queries& s, float* line, const float* each, const int32_t* mask, int64_t lanes, Running& row,
                    int64_t width) {
   if (!(s.cap > 0)) return absorb(line, s.scale, each, mask, row, width);
