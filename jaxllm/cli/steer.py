@@ -15,7 +15,7 @@ Examples:
 
   jaxllm steer demo:llama pairs.tsv happy.gguf
 
-  jaxllm generate demo:llama -p 'Once upon a time' --steer happy.gguf:1.5
+  jaxllm steer demo:llama pairs.tsv happy.gguf --tokens mean --layers 1,2
 """
 
 

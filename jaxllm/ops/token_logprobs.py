@@ -6,6 +6,7 @@ inside, the caller passes the mesh axes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,10 @@ def log_likelihood(
             `jax.shard_map`; columns beyond the vocabulary are -inf.
     """
     if not axis_names:
-        return pick_token(logits_XV, token_X) - logsumexp(logits_XV)
+        # On several devices logits may be sharded, and XLA gathers the arguments of kernels.
+        several = jax.device_count() > 1
+        total = partial(jax.nn.logsumexp, axis=-1) if several else logsumexp
+        return pick_token(logits_XV, token_X) - total(logits_XV)
     top_X = jax.lax.pmax(jax.lax.stop_gradient(logits_XV).max(axis=-1), axis_names)
     sum_X = jax.lax.psum(jnp.exp(logits_XV - top_X[..., None]).sum(axis=-1), axis_names)
     columns = logits_XV.shape[-1]

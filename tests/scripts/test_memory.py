@@ -44,7 +44,6 @@ def test_sharded_logits_need_less_memory_and_traffic() -> None:
     arguments = memory.compile_logits, "tensor=2", 2003, 4, 32
     (took, sharded_took, sent, sharded_sent), _ = memory.run(*arguments, devices=2)
     whole, shard = (4 * 32 * n * 4 for n in (2004, 1002))
-    # XLA places other arrays differently in the two programs, by some kB.
-    assert took - sharded_took >= 0.95 * (whole - shard)
+    assert took - sharded_took >= whole - shard
     assert sent - sharded_sent == whole + shard  # gathered logits, and their scattered gradient
     assert sharded_sent == 0
