@@ -22,7 +22,7 @@ from tests.tiny_models import random_model, tokens
 FAMILIES = list(models.FAMILIES)
 B, T = 2, 7
 # XLA fuses a product before a site of theirs and the sum after it into one, rounded once.
-SCALED = ("gemma2", "gemma3_text", "olmo2", "granite")
+EXACT = ("llama", "gpt2")  # the others have products that XLA may fuse with the sum after a site
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def bits(tree: Any) -> list[bytes]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reading_and_setting_own_values_change_no_bits(name: str) -> None:
     """Reading all sites gives the logits of reading none. So does setting a site to its own value,
-    except that edited scores and weights leave the attention kernel, and that XLA fuses some
-    products before a site with the sum after it.
+    except that edited scores and weights leave the attention kernel, and that XLA may fuse a
+    product before a site with the sum after it.
     """
     lm, ids = random_model(name), tokens(B, T)
     plain = forward(lm, ids)
@@ -60,7 +60,7 @@ def test_reading_and_setting_own_values_change_no_bits(name: str) -> None:
             rows = {site: range(B) if site == active else [-1] * B for site in group}
             edits = {site: Set(own[site], rows=np.array(rows[site])) for site in sorted(group)}
             logits = forward(lm, ids, edits=edits).logits
-            if active in weights or name in SCALED:
+            if active in weights or name not in EXACT:
                 np.testing.assert_allclose(logits, plain.logits, atol=5e-5)
             else:
                 assert bits(logits) == bits(plain.logits), active

@@ -118,13 +118,30 @@ def experts(
     return lambda: call("experts", out, X if x is None else x, at, *pieces, **attributes)
 
 
-def attend(*pieces: Any, q: Any = None, at: Any = None, out: Any = None) -> Callable[[], Any]:
+def attend(
+    *pieces: Any, q: Any = None, at: Any = None, out: Any = None, rows: Any = None
+) -> Callable[[], Any]:
     q = zeros(2, 3, 4, 16) if q is None else q
     at = zeros(2, 3, dtype=i32) if at is None else at
     out = shape(*q.shape, dtype=q.dtype) if out is None else out
     return lambda: call(
-        "attend", out, q, at, *pieces,
-        scale=np.float32(1), window=np.int64(-1), cap=np.float32(0),
+        "attend", out, q, at, zeros(0, dtype=i32) if rows is None else rows, *pieces,
+        cached=np.int64(rows is not None), scale=np.float32(1), window=np.int64(-1),
+        cap=np.float32(0),
+    )  # fmt: skip
+
+
+def write(old: Any, *new: Any, out: Any = None, rows: Any = None) -> Callable[[], Any]:
+    rows = zeros(2, dtype=i32) if rows is None else rows
+    out = [shape(*old.shape, dtype=old.dtype)] if out is None else out
+    return lambda: call("write", out, rows, zeros(2, 2, dtype=i32), old, *new)
+
+
+def normalize(x: Any, *weights: Any, out: Any = None) -> Callable[[], Any]:
+    out = shape(*x.shape, dtype=x.dtype) if out is None else out
+    return lambda: call(
+        "normalize", out, x, *weights,
+        eps=np.float32(1), offset=np.float32(0), centered=np.bool_(False),
     )  # fmt: skip
 
 
@@ -175,20 +192,26 @@ CALLS: dict[str, Callable[[], Any]] = {
         "take", shape(3, 8, dtype=jnp.int4), TABLE.astype(jnp.int4), INDEX
     ),
     "half bytes read": lambda: call("read", shape(dtype=jnp.uint32), TABLE.astype(jnp.int4)),
-    "written without what is new": lambda: call("write", [shape(2, 7)], INDEX[0], zeros(2, 7)),
-    "written to no slots": lambda: call("write", [shape(7)], INDEX[0], zeros(7), zeros(7)),
-    "written for fewer rows": lambda: call(
-        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(1, 2, 3)
-    ),
-    "written with narrower slots": lambda: call(
-        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 2)
-    ),
-    "written of another type": lambda: call(
-        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 3, dtype=bf16)
-    ),
-    "written elsewhere": lambda: call(
-        "write", [shape(2, 6, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 3)
-    ),
+    "written without what is new": write(zeros(2, 7)),
+    "written to no slots": write(zeros(7), zeros(7)),
+    "written for fewer rows": write(zeros(2, 7, 3), zeros(1, 2, 3)),
+    "written to fewer rows": write(zeros(2, 7, 3), zeros(2, 2, 3), rows=zeros(1, dtype=i32)),
+    "written with narrower slots": write(zeros(2, 7, 3), zeros(2, 2, 2)),
+    "written of another type": write(zeros(2, 7, 3), zeros(2, 2, 3, dtype=bf16)),
+    "written elsewhere": write(zeros(2, 7, 3), zeros(2, 2, 3), out=[shape(2, 6, 3)]),
+    "sums of rank 3": lambda: call("sum_rows", shape(2), zeros(2, 3, 4)),
+    "sums of bfloat16": lambda: call("sum_rows", shape(2), zeros(2, 3, dtype=bf16)),
+    "sums of fewer rows": lambda: call("logsumexp_rows", shape(1), zeros(2, 3)),
+    "softmaxes of fewer columns": lambda: call("softmax_rows", shape(2, 2), zeros(2, 3)),
+    "normalized without rows": normalize(zeros(3), zeros(3)),
+    "normalized with fewer weights": normalize(zeros(2, 3), zeros(2)),
+    "normalized with a longer bias": normalize(zeros(2, 3), zeros(3), zeros(4)),
+    "normalized with two biases": normalize(zeros(2, 3), zeros(3), zeros(3), zeros(3)),
+    "normalized with integers": normalize(zeros(2, 3), zeros(3, dtype=i32)),
+    "normalized to another type": normalize(zeros(2, 3), zeros(3), out=shape(2, 3, dtype=bf16)),
+    "rows of a cache for fewer queries": attend(K, K, AT, K, K, AT, rows=zeros(1, dtype=i32)),
+    "rows of a cache that are floats": attend(K, K, AT, K, K, AT, rows=zeros(2)),
+    "rows of a cache without rows": attend(K[:0], K[:0], AT[:0], K, K, AT, rows=AT[:, 0]),
     "queries of rank 3": attend(K, K, AT, q=zeros(2, 3, 16)),
     "queries of float16": attend(K, K, AT, q=zeros(2, 3, 4, 16, dtype=jnp.float16)),
     "queries elsewhere": attend(K, K, AT, at=zeros(2, 4, dtype=i32)),
