@@ -53,10 +53,8 @@ def test_reading_and_setting_own_values_change_no_bits(name: str) -> None:
     read = forward(lm, ids, read=["*"])
     if name in EXACT:
         assert bits((plain.logits, plain.delta)) == bits((read.logits, read.delta))
-    for x, y in zip(
-        *map(jax.tree.leaves, ((plain.logits, plain.delta), (read.logits, read.delta)))
-    ):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=5e-5)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-5)
+    jax.tree.map(close, (plain.logits, plain.delta), (read.logits, read.delta))
     # One program has an edit at each site, of which one at a time is active.
     own = {site: x for site, x in read.sites.items() if not site.endswith("attn.result")}
     weights = [site for site in own if site.endswith(WEIGHT_SITES)]
