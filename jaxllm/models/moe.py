@@ -151,11 +151,8 @@ class Experts(nn.Module):
         order_A = jnp.argsort(expert_A, stable=True)
         sorted_AD = local[-1].run(x_TD[order_A // k], expert_A[order_A], run)
         y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(T, k, D)
-        # Added one by one: XLA's sum has other bits for other numbers of tokens. Devices are summed
-        # after weighting: one row per token instead of k.
-        y_TD = y_TkD[:, 0] * weight_Tk[:, :1]
-        for j in range(1, k):
-            y_TD = y_TD + y_TkD[:, j] * weight_Tk[:, j : j + 1]
+        # Devices are summed after weighting: one row per token instead of k.
+        y_TD = row_sum(jnp.swapaxes(y_TkD * weight_Tk[..., None], 1, 2))[..., 0]
         return local[-1].reduce(y_TD)
 
 

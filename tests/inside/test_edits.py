@@ -1,5 +1,6 @@
 """Edits: their laws on all families, their arithmetic, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import jax
