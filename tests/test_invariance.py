@@ -5,6 +5,9 @@ same logits as one `forward` of all of it, to the last bit.
 """
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,29 @@ def test_report_names_first_stage_that_differs() -> None:
     stages = {finding.way: finding.stage for finding in report.findings}
     assert stages["chunks of 1"].startswith("blocks.")
     assert not stages["compiled anew"]
+
+
+DIGEST = """
+import hashlib, sys
+import numpy as np
+import jaxllm
+lm = jaxllm.load("demo:llama", dtype="bfloat16", quantize="int4", invariant=True)
+ids = np.random.default_rng(0).integers(3, lm.config.vocab_size, (3, 80))
+out = jaxllm.forward(lm.model, lm.params, None, ids, read=["blocks.*.resid_post"])
+drawn = lm.generate(ids[0].tolist(), max_new_tokens=16, temperature=1.0, top_p=0.95, seed=7)
+arrays = b"".join(np.asarray(x).tobytes() for x in (*out.sites.values(), out.logits))
+print(hashlib.sha256(arrays + repr((drawn.tokens, drawn.logprobs)).encode()).hexdigest())
+"""
+
+
+@pytest.mark.more
+def test_number_of_threads_changes_no_bits() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "JAXLLM_THREADS": threads},
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for threads in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(digests) == 1

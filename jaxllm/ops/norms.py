@@ -5,13 +5,19 @@ numbers of rows, and fuses norms with what follows, which rounds in other places
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.ops import native
 from jaxllm.ops.varying_axes import match_varying
+
+
+class _Rules(NamedTuple):
+    eps: float
+    weight_offset: float = 0.0
+    centered: bool = False
 
 
 def rms_norm(
@@ -28,9 +34,10 @@ def rms_norm(
         weight_offset: Added to the weights in float32 (Gemma stores weights minus 1).
         mean: Mean of squares, `[..., 1]`, if x is a shard of the normalized axis.
     """
+    rules = _Rules(eps, weight_offset)
     if mean is None:
-        return _normalize(x, weight_D, None, eps, weight_offset, False)
-    return _plain(x, weight_D, None, eps, weight_offset, False, mean)
+        return _normalize(rules, x, weight_D, None)
+    return _plain(rules, x, weight_D, None, mean)
 
 
 def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
@@ -38,39 +45,32 @@ def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: flo
 
     That is `(x - mean) / sqrt(var + eps) * weight + bias`.
     """
-    return _normalize(x, weight_D, bias_D, eps, 0.0, True)
+    return _normalize(_Rules(eps, centered=True), x, weight_D, bias_D)
 
 
 def _plain(
+    rules: _Rules,
     x: jax.Array,
     weight_D: jax.Array,
     bias_D: jax.Array | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
     mean: jax.Array | None = None,
 ) -> jax.Array:
     wide = x.astype(jnp.float32)
-    if centered:
+    if rules.centered:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     if mean is None:
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     weight = _broadcast_last(weight_D, x)
-    weight = weight + weight_offset if weight_offset else weight
-    y = wide * jax.lax.rsqrt(mean + eps) * weight
+    weight = weight + rules.weight_offset if rules.weight_offset else weight
+    y = wide * jax.lax.rsqrt(mean + rules.eps) * weight
     return (y if bias_D is None else y + _broadcast_last(bias_D, x)).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalize(
-    x: jax.Array,
-    weight_D: jax.Array,
-    bias_D: jax.Array | None,
-    eps: float,
-    weight_offset: float,
-    centered: bool,
+    rules: _Rules, x: jax.Array, weight_D: jax.Array, bias_D: jax.Array | None
 ) -> jax.Array:
-    plain = partial(_plain, eps=eps, weight_offset=weight_offset, centered=centered)
+    plain = partial(_plain, rules)
     if not native.is_enabled() or not x.size:
         return plain(x, weight_D, bias_D)
 
@@ -78,9 +78,7 @@ def _normalize(
     def kernel(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array | None) -> jax.Array:
         x_RD = x.reshape(-1, x.shape[-1])
         x_RD = x_RD if x.dtype == jnp.bfloat16 else x_RD.astype(jnp.float32)
-        y_RD = native.normalize(
-            x_RD, weight_D, bias_D, eps=eps, weight_offset=weight_offset, centered=centered
-        )
+        y_RD = native.normalize(x_RD, weight_D, bias_D, **rules._asdict())
         return match_varying(y_RD.reshape(x.shape).astype(x.dtype), x, weight_D, bias_D)
 
     @kernel.def_vmap
@@ -95,12 +93,8 @@ def _normalize(
 
 
 @_normalize.defjvp
-def _(
-    eps: float, weight_offset: float, centered: bool, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    plain = partial(_plain, eps=eps, weight_offset=weight_offset, centered=centered)
-    y = _normalize(*primals, eps, weight_offset, centered)
-    return y, jax.jvp(plain, primals, tangents)[1]
+def _(rules: _Rules, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _normalize(rules, *primals), jax.jvp(partial(_plain, rules), primals, tangents)[1]
 
 
 def _broadcast_last(vector_D: jax.Array, x: jax.Array) -> jax.Array:

@@ -286,16 +286,22 @@ def test_sampled_texts_follow_target_distribution(pair: Any, name: str, lookup: 
     assert p_value(result, p_X) > 1e-3
 
 
-def test_acceptance_rate_equals_distribution_overlap(pair: Any) -> None:
-    """The first drafted token is accepted with probability sum min(p, q) (Leviathan, eq. 3)."""
-    target, draft = pair
-    sampler = SAMPLERS["temperature, top-k"]
+def overlaps(target: Any, draft: Any, sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
+    """Return the probability of each first token, and sum min(p, q) of the second after it."""
     first_X = joint_probs(target, sampler, 1)
     texts = [(*PROMPT, token) for token in range(VOCAB)]
     p, q = (
         np.stack([joint_probs(lm, sampler, 1, text) for text in texts]) for lm in (target, draft)
     )
-    overlap = float((first_X * np.minimum(p, q).sum(axis=1)).sum())
+    return first_X, np.minimum(p, q).sum(axis=1)
+
+
+def test_acceptance_rate_equals_distribution_overlap(pair: Any) -> None:
+    """The first drafted token is accepted with probability sum min(p, q) (Leviathan, eq. 3)."""
+    target, draft = pair
+    sampler = SAMPLERS["temperature, top-k"]
+    first_X, overlap_X = overlaps(target, draft, sampler)
+    overlap = float((first_X * overlap_X).sum())
     result = draw(target, draft, sampler, max_new_tokens=3)
     assert (np.asarray(result.proposed_B) == 1).all()
     bound = 5 * (overlap * (1 - overlap) / ROWS) ** 0.5
@@ -309,12 +315,7 @@ def test_acceptance_by_text_is_near_the_overlap(pair: Any) -> None:
     """
     target, draft = pair
     sampler = SAMPLERS["temperature, top-k"]
-    first_X = joint_probs(target, sampler, 1)
-    texts = [(*PROMPT, token) for token in range(VOCAB)]
-    p, q = (
-        np.stack([joint_probs(lm, sampler, 1, text) for text in texts]) for lm in (target, draft)
-    )
-    overlap_X = np.minimum(p, q).sum(axis=1)
+    first_X, overlap_X = overlaps(target, draft, sampler)
     most, least = (float((first_X * x).sum()) for x in (overlap_X, overlap_X / (2 - overlap_X)))
     result = draw(target, draft, sampler, max_new_tokens=3, acceptance="text")
     assert (np.asarray(result.proposed_B) == 1).all()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import SamplingError
-from jaxllm.generation.loops.finish import select_rows, set_column
+from jaxllm.generation.loops.finish import put_rows, select_rows, set_column, take_rows
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
 from jaxllm.ops.row_sums import log_softmax
 
@@ -133,17 +133,3 @@ def draw(
     drawn, *then = draw_by_kind(some_context, some_samplers, kind_KR, out_R1V[:, 0], top)
     context, samplers = put_rows(state, row_R, tuple(then))
     return drawn, context, samplers
-
-
-def take_rows(x: Any, row_R: jax.Array | None) -> Any:
-    """Return these rows of a pytree; None: all, in order."""
-    if row_R is None:
-        return x
-    return jax.tree.map(lambda x: x.at[row_R].get(mode="clip"), x)
-
-
-def put_rows(x: Any, row_R: jax.Array | None, new: Any) -> Any:
-    """Return the pytree with these rows replaced; rows that do not exist are dropped."""
-    if row_R is None:
-        return new
-    return jax.tree.map(lambda x, new: x.at[row_R].set(new, mode="drop"), x, new)

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 
 from jaxllm.cache.kv import EMPTY, Segment
 from jaxllm.cache.slot_update import NO_SLOT
-from jaxllm.generation.batching.batched_sampling import (
-    Drawn,
-    Samplers,
-    draw_by_kind,
-    put_rows,
-    take_rows,
-)
+from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
+from jaxllm.generation.loops.finish import put_rows, take_rows
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.weights.model import Model

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, init_cache
-from jaxllm.cache.prefix_cache import PrefixCache, cut_chunk, write_chunk
-from jaxllm.config.model import ModelConfig
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
+from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache, write_chunk
+from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.generation.batching.batched_sampling import Drawn, draw, fit_sampler
 from jaxllm.generation.batching.multi_step import decode_burst
+from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
 from jaxllm.generation.batching.requests import (
     MAX_TOP_LOGPROBS,
     Event,
@@ -42,7 +42,7 @@ from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
 from jaxllm.models.invariance import has_invariant_rows
-from jaxllm.models.site_inputs import check_edits, fingerprint, stack_rows
+from jaxllm.models.site_inputs import check_edits, stack_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
@@ -134,36 +134,6 @@ class _ServeState(NamedTuple):
     edits: Edits = NO_EDITS
 
 
-class _PrefixStore(NamedTuple):
-    """The prefix cache of a serving loop, and the number of the loop's model in it."""
-
-    cache: PrefixCache
-    program: int
-
-    def find(
-        self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
-    ) -> tuple[list[bytes], list[Segment]]:
-        """Return the keys of the prompt's chunks, and the entries found.
-
-        At least one token remains to run.
-        """
-        made_with = () if not edits.edits else tuple(map(int, fingerprint(edits, 1)))
-        root = (self.program, request.adapter, _angle_length(config, prompt_T.size), *made_with)
-        keys = self.cache.chunk_keys(root, prompt_T, request.namespace, request.public_prefix)
-        usable = (prompt_T.size - 1) // self.cache.chunk
-        return keys, self.cache.find(keys[:usable], prompt_T.size)
-
-    def add(self, state: _ServeState, runs: list[TokenRun]) -> None:
-        """Add the prompt chunks that these runs, in the state after them, completed."""
-        size = self.cache.chunk
-        for run in runs:
-            row, seat = run.rows[0], state.active[run.rows[0]]
-            end = min((seat.num_run + run.index_T.size) // size, len(seat.keys))
-            for i in range(seat.num_run // size, end):
-                at = np.int32(row), np.int32(i * size)
-                self.cache.add(seat.keys, i, partial(cut_chunk, state.cache.tail, *at, size))
-
-
 def serve(
     model: Model,
     params: Params,
@@ -209,7 +179,7 @@ def serve(
     if not isinstance(requests, Iterable):
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
-    store, multiple = _open_store(prefix_cache, model, params, cache), 1
+    store, multiple = open_store(prefix_cache, model, params, cache), 1
     few_rows = has_invariant_rows(model, params)
     if store is not None and not few_rows:
         multiple = store.cache.chunk
@@ -249,15 +219,17 @@ def serve(
             now, steps = _run_burst(model, params, now, burst, few_rows)
         else:
             runs = _token_runs(now.active, chunk, multiple)
-            if few_rows:
-                groups = split_microbatches(runs, rows + chunk, alone=_ALONE)
-            elif store is None:
-                groups = split_microbatches(runs, rows + chunk)
-            else:
+            if store is not None and not few_rows:
                 groups = split_chunks(runs, multiple)
+            else:
+                alone = _ALONE if few_rows else MAX_SLOTS
+                groups = split_microbatches(runs, rows + chunk, alone=alone)
             now, steps = _run_step(model, params, now, groups, few_rows)
             if store is not None:
-                store.add(now, runs)
+                for run in runs:
+                    seat = now.active[run.rows[0]]
+                    ran = range(seat.num_run, seat.num_run + run.index_T.size)
+                    store.add(now.cache.tail, run.rows[0], seat.keys, ran)
         for drawn in steps:
             runs = _token_runs(now.active, chunk, multiple)
             decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
@@ -279,7 +251,7 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: Model, state: _ServeState, request: Request, capacity: int, store: _PrefixStore | None
+    model: Model, state: _ServeState, request: Request, capacity: int, store: PrefixStore | None
 ) -> _ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
@@ -483,30 +455,6 @@ def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
             f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
         )
     return prompt_T.astype(np.int32)
-
-
-def _open_store(
-    prefix_cache: PrefixCache | None, model: Model, params: Params, cache: KVCache
-) -> _PrefixStore | None:
-    """Return the store of a serving loop with this empty cache; None without a prefix cache."""
-    if prefix_cache is None:
-        return None
-    if not isinstance(prefix_cache, PrefixCache):
-        raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
-    if cache.memory:
-        raise ConfigError(
-            "prefix_cache does not support this model: its layers keep a memory of the whole text,"
-            " which cannot be cut into chunks. Serve it without prefix_cache"
-        )
-    sizes = (cache.batch, cache.capacity)
-    return _PrefixStore(prefix_cache, prefix_cache.program_number(model, params, sizes))
-
-
-def _angle_length(config: ModelConfig, length: int) -> tuple[int, bool]:
-    """Return what the rotary angles of a text of this length depend on besides positions."""
-    border, limit = config.original_context, config.max_position_embeddings
-    dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
-    return max(length - limit, 0) if dynamic else 0, border is not None and length > border
 
 
 def _empty_context(rows: int, capacity: int) -> Context:

@@ -17,6 +17,7 @@ from flax import struct
 from jaxllm import steps
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
+from jaxllm.generation.loops.finish import take_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.weights.model import Model
@@ -264,9 +265,7 @@ def _run_tokens(
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
     """Return the output, the new keys and values, and what the cache's writes wait for."""
-    rows, edits = microbatch.row_R, microbatch.edits
-    if rows is not None:
-        edits = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), edits)
+    rows = microbatch.row_R
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
         params = choose_adapters(params, microbatch.adapter_R)
@@ -281,7 +280,7 @@ def _run_tokens(
         column_B=microbatch.column_R if output_kind == "logits" else None,
         embeddings_BTD=vectors,
         row_B=rows,
-        edits=edits,
+        edits=take_rows(microbatch.edits, rows),
     )
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))

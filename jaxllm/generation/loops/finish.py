@@ -67,6 +67,20 @@ def set_column(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.
     return x_BL.at[jnp.arange(at_B.shape[0]), at_B].set(new_B, mode="drop")
 
 
+def take_rows(x: Any, row_R: jax.Array | None) -> Any:
+    """Return these rows of a pytree; None: all, in order."""
+    if row_R is None:
+        return x
+    return jax.tree.map(lambda x: x.at[row_R].get(mode="clip"), x)
+
+
+def put_rows(x: Any, row_R: jax.Array | None, new: Any) -> Any:
+    """Return the pytree with these rows replaced; rows that do not exist are dropped."""
+    if row_R is None:
+        return new
+    return jax.tree.map(lambda x, new: x.at[row_R].set(new, mode="drop"), x, new)
+
+
 def select_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
     """Take these rows from the new tree and the others from the old; other leaves are the new."""
 
