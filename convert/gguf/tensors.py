@@ -95,7 +95,7 @@ _UNPACKED = {
     "offset": "second",
     "second": "second",
 }
-IN_PLACE = ("Q8_0", "Q4_0")  # types whose blocks kernels read
+IN_PLACE = ("Q8_0", "Q4_0")  # kernels read blocks of these types
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,6 @@ def _verify_invariance(lm: Any, length: int, new_tokens: int, as_json: bool) -> 
     if as_json:
         write(json.dumps([finding._asdict() for finding in report.findings]) + "\n")
     if not report.promised:
-        log("this model does not promise equal bits here: docs/guarantees.md says what that needs")
+        log("equal bits are not promised for this model here (docs/guarantees.md)")
     if not report.holds:
         raise typer.Exit(1)

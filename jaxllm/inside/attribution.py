@@ -48,8 +48,8 @@ def attribute_logits(
 
     Args:
         tokens_BT: Integer ids `[B, T]`.
-        targets_BT: The token whose logit to explain, `[B, T]`.
-        others_BT: A token whose logit to subtract, likewise: the parts then explain the difference.
+        targets_BT: Tokens; their logits are explained, `[B, T]`.
+        others_BT: Tokens; their logits are subtracted, and the parts explain the difference.
 
     Returns:
         float32 `[B, T]` by the keys of `decompose_stream`; `[B, T, N]` for heads.

@@ -127,7 +127,7 @@ def draw(
     row_R: jax.Array | None,
     top: int = 0,
 ) -> tuple[Drawn, Context, Samplers]:
-    """Apply `draw_by_kind` to a microbatch's logits `[R, 1, V]`, whose rows are `row_R`."""
+    """Apply `draw_by_kind` to a microbatch's logits `[R, 1, V]`, for rows `row_R`."""
     state = (context, samplers)
     some_context, some_samplers = take_rows(state, row_R)
     drawn, *then = draw_by_kind(some_context, some_samplers, kind_KR, out_R1V[:, 0], top)

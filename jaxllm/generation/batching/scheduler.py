@@ -299,7 +299,7 @@ def _run_step(
     groups: Iterable[list[TokenRun]],
     few_rows: bool,
 ) -> tuple[_ServeState, list[_StepSamples]]:
-    """Run groups of token runs; draw a token for each row whose last token has run."""
+    """Run groups of token runs; draw a token for each row that has run its last token."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
     samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
     for group in groups:
