@@ -248,6 +248,7 @@ class LM:
         rows: int = 8,
         capacity: int | None = None,
         prefix_cache: PrefixCache | None = None,
+        shared_prefixes: Sequence[Prompt] = (),
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests with continuous batching: requests join and leave while others run.
 
@@ -261,13 +262,18 @@ class LM:
                 `threading.Event().is_set`). The completion then holds the tokens so far, and its
                 finish_reason is "cancelled". `on_chunk`: a function called with a `StreamChunk` for
                 each token. Their texts add up to the completion's. `namespace`: a text; requests of
-                different namespaces share nothing in `prefix_cache`, except the first
-                `public_prefix` tokens, a number. A request may also be one of `prepare_request`.
+                different namespaces share nothing in `prefix_cache`. `read`, `read_steps`: sites to
+                read and the steps in which to read them (`Request`), which come back as
+                `Completion.sites` and `StreamChunk.sites`. A request may also be one of
+                `prepare_request`.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
             prefix_cache: holds prompts, so that later requests that begin like them run only the
                 rest (`Completion.cached_tokens`). It does not change any result. Pass the same one
                 to later calls to keep it.
+            shared_prefixes: texts or token ids that many prompts begin with, such as a system
+                message. They run once, and all requests without adapter and edits read their keys
+                and values in place. They do not change any result.
 
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
@@ -276,6 +282,7 @@ class LM:
         return answer_requests(
             self, requests, self._read_request, rows=rows, capacity=capacity,
             prefix_cache=prefix_cache,
+            shared_prefixes=[self.encode(text) for text in shared_prefixes],
         )  # fmt: skip
 
     def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest:

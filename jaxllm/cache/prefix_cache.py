@@ -26,7 +26,6 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 _MIN_CHUNK = 8  # the least width of a prompt's program (`pack_microbatch`)
-_PUBLIC = bytes(32)  # stands for the namespace of chunks that all namespaces share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,27 +98,21 @@ class PrefixCache:
             self._programs.append((form, [weakref.ref(x) for x in leaves]))
             return len(self._programs) - 1
 
-    def chunk_keys(
-        self, root: Hashable, token_T: np.ndarray, namespace: str, public_prefix: int
-    ) -> list[bytes]:
+    def chunk_keys(self, root: Hashable, token_T: np.ndarray, namespace: str) -> list[bytes]:
         """Return the keys of a text's full chunks.
 
         Args:
             root: What entries depend on besides the text, with a `repr` for each value.
             namespace: Texts of different namespaces have different keys.
-            public_prefix: Chunks within this many leading tokens have the same keys in all
-                namespaces.
         """
-        key, keys = hashlib.sha256(repr(root).encode()).digest(), []
-        private = hashlib.sha256(namespace.encode()).digest()
+        key, keys = hashlib.sha256(repr((root, namespace)).encode()).digest(), []
         tokens = token_T.astype("<i4")
         for end in range(self.chunk, tokens.size + 1, self.chunk):
-            scope = _PUBLIC if end <= public_prefix else private
-            key = hashlib.sha256(key + scope + tokens[end - self.chunk : end].tobytes()).digest()
+            key = hashlib.sha256(key + tokens[end - self.chunk : end].tobytes()).digest()
             keys.append(key)
         return keys
 
-    def find(self, keys: Sequence[bytes], queried_tokens: int) -> list[Segment]:
+    def find(self, keys: Sequence[bytes]) -> list[Segment]:
         """Return the entries of the longest leading part of `keys` that is held."""
         with self._lock:
             found = []
@@ -129,9 +122,13 @@ class PrefixCache:
                 found.append(self._entries[key].segment)
             for key in reversed(keys[: len(found)]):  # parents stay longer than children
                 self._entries.move_to_end(key)
-            self._queried += queried_tokens
-            self._hit += self.chunk * len(found)
             return found
+
+    def count(self, queried_tokens: int, hit_tokens: int) -> None:
+        """Count the tokens of a prompt, and those of them that were found."""
+        with self._lock:
+            self._queried += queried_tokens
+            self._hit += hit_tokens
 
     def add(self, keys: Sequence[bytes], index: int, cut: Callable[[], Segment]) -> None:
         """Add the entry `keys[index]`, if it is missing and its parent is held.

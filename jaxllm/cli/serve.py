@@ -63,8 +63,8 @@ def serve(
       max_waiting_tokens: Tokens of their prompts, likewise.
       prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
         rest. Answers have the same bits with and without; 0 keeps nothing.
-      public_prefix: File with a system message or a text that requests of all API keys may share in
-        that memory; else keys share nothing. Repeatable.
+      public_prefix: File with a system message or a text that runs once, for all API keys: their
+        requests read it in place. Otherwise keys share nothing. Repeatable.
       max_body: Largest body of a request.
       grace: Time for running requests to finish after SIGTERM.
       threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
@@ -117,6 +117,7 @@ class Completion:
         grammar_complete: whether the text is one of the grammar, None without one. A text that
             ends by its limit of tokens, a stop string or a criterion may be only a beginning.
         cached_tokens: prompt tokens that came from the prefix cache of `LM.serve`.
+        sites: what a request of `LM.serve` read, by site, as in `GenerateResult.sites`.
     """
 
     text: str | None
@@ -131,6 +132,7 @@ class Completion:
     seed: int = dataclasses.field(default=0, compare=False)
     grammar_complete: bool | None = None
     cached_tokens: int = dataclasses.field(default=0, compare=False)
+    sites: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,7 @@ class StreamChunk:
         top_logprobs: the likeliest tokens of this step, if requested.
         seed: the seed of the call.
         grammar_complete: whether the text so far is one of the grammar, None without one.
+        sites: what a request of `LM.serve` read in the step that predicted this token.
     """
 
     text: str
@@ -159,6 +162,7 @@ class StreamChunk:
     top_logprobs: TopLogprobs | None = None
     seed: int = 0
     grammar_complete: bool | None = None
+    sites: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Return the text, so that `print(piece, end="")` prints the stream."""

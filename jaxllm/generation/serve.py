@@ -5,12 +5,11 @@ A request is prepared (its text encoded, its grammar compiled) in the caller's t
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
@@ -24,6 +23,7 @@ from jaxllm.generation.completion import (
     TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.generate import join_steps
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 
@@ -36,7 +36,7 @@ class PreparedRequest:
     """A checked request: its prompt as token ids and its options resolved (`LM.prepare_request`).
 
     on_chunk: called with a `StreamChunk` for each token. is_cancelled: called between steps.
-    namespace, public_prefix: as in `Request`.
+    namespace, read, read_steps: as in `Request`.
     """
 
     id: Any
@@ -45,7 +45,8 @@ class PreparedRequest:
     on_chunk: Callable[[StreamChunk], Any] | None = None
     is_cancelled: Callable[[], bool] | None = None
     namespace: str = ""
-    public_prefix: int = 0
+    read: Sequence[str] = ()
+    read_steps: Sequence[int] | None = None
 
     @property
     def seed(self) -> int:
@@ -68,6 +69,7 @@ class _ActiveRequest:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
+    sites: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
 
     def check_stop(self, token: int) -> bool:
         """Add the newest token to the text; return whether the text ends."""
@@ -85,6 +87,8 @@ class _ActiveRequest:
             self.logprobs.append(event.logprob)
         if event.top_logprobs is not None:
             self.top_logprobs.append(event.top_logprobs)
+        if event.sites:
+            self.sites.append(event.sites)
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
         finish = None if event.finish is None else FINISH_REASONS[event.finish]
@@ -107,6 +111,7 @@ class _ActiveRequest:
             seed=self.request.seed,
             grammar_complete=self.tracker.grammar_complete,
             cached_tokens=event.cached_tokens,
+            sites=join_steps(self.sites),
         )
 
     def _make_chunk(self, event: Event, finish: str | None) -> StreamChunk:
@@ -122,6 +127,7 @@ class _ActiveRequest:
             event.top_logprobs,
             self.request.seed,
             self.tracker.grammar_complete,
+            event.sites,
         )
 
 
@@ -132,12 +138,12 @@ def answer_requests(
     *,
     rows: int,
     capacity: int,
-    prefix_cache: PrefixCache | None = None,
+    **options: Any,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
-    read_prompt: returns the token ids and config of a prompt with options. Internally requests
-    are numbered, so ids may be any values, even equal ones.
+    read_prompt: returns the token ids and config of a prompt with options. options: of
+    `jaxllm.serve`. Internally requests are numbered, so ids may be any values, even equal ones.
     """
     active: dict[Hashable, _ActiveRequest] = {}
     names: dict[Hashable, Any] = {}
@@ -160,9 +166,8 @@ def answer_requests(
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
-    sizes: Any = {"rows": rows, "capacity": capacity}
-    model = make_invariant(lm.model)
-    for event in serve(model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
+    options |= {"rows": rows, "capacity": capacity}
+    for event in serve(make_invariant(lm.model), lm.params, open_requests(), **options):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
             active.pop(event.id, None)
@@ -208,8 +213,8 @@ def prepare_request(request: Any, read_prompt: ReadPrompt) -> PreparedRequest:
     ids, config = read_prompt(request.get("prompt"), options)
     if isinstance(config.adapter, list):
         raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
-    shared = request.get("namespace", ""), request.get("public_prefix", 0)
-    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled, *shared)
+    others = {key: request[key] for key in _COPIED_KEYS if key in request}
+    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled, **others)
 
 
 def _open_request(
@@ -231,11 +236,11 @@ def _open_request(
         is_cancelled=request.is_cancelled,
         adapter=index if lm.adapters else None,
         top_logprobs=config.top_logprobs,
-        namespace=request.namespace,
-        public_prefix=request.public_prefix,
         edits=config.edits,
+        **{key: getattr(request, key) for key in _COPIED_KEYS},
     )
     return row_request, active
 
 
-_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk", "namespace", "public_prefix")
+_COPIED_KEYS = ("namespace", "read", "read_steps")
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk", *_COPIED_KEYS)

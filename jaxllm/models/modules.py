@@ -113,11 +113,12 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, weight, bias, eps=self.eps)
 
 
-def select_columns(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
-    """Select one column of each row, `[B, 1, D]`; all if `column_B` is None."""
+def select_columns(x_BT: jax.Array, column_B: jax.Array | None) -> jax.Array:
+    """Select one column of each row of `[B, T, ...]`: `[B, 1, ...]`; all if `column_B` is None."""
     if column_B is None:
-        return x_BTD
-    return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
+        return x_BT
+    index_B1 = column_B.reshape(-1, *(1,) * (x_BT.ndim - 1))
+    return jnp.take_along_axis(x_BT, index_B1, axis=1)
 
 
 class Head(nn.Module):

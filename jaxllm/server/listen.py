@@ -132,7 +132,8 @@ class Address(NamedTuple):
 
     def _open_port(self) -> socket.socket:
         info = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(info[0], socket.SOCK_STREAM)
+        # With TCP named, asyncio sends small pieces at once; otherwise each answer waits 40 ms.
+        made = socket.socket(*info[:3])
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(info[4])

@@ -47,8 +47,8 @@ class ModelSettings:
     rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
     max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
     prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
-    values all API keys may share. warms_up: compile before the first request. vectors: files of
-    steering vectors by name.
+    values the requests of all API keys read in place. warms_up: compile before the first request.
+    vectors: files of steering vectors by name.
     """
 
     rows: int = 8
@@ -101,7 +101,7 @@ class ModelProcess:
         lm = dataclasses.replace(lm, model=make_invariant(lm.model))
         usual = min(lm.config.default_cache_size, 4096)
         self.lm, self.rows, self.capacity = lm, settings.rows, settings.capacity or usual
-        self._frames, self._prefixes = frames, settings.public_prefixes
+        self._frames = frames
         self._vectors = read_vectors(settings.vectors, lm.config)
         # Without bytes it holds nothing, and bits are the same. Small chunks find more, but prompts
         # run in chunks of this size where bits depend on shapes.
@@ -113,6 +113,7 @@ class ModelProcess:
             lm, rows=self.rows, capacity=self.capacity,
             max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
             prefix_cache=self._prefix_cache,
+            shared_prefixes=_encode_prefixes(lm, settings.public_prefixes),
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
@@ -281,22 +282,8 @@ class ModelProcess:
             options["top_logprobs"] = frame["logprobs"]
         return {
             **options, "prompt": prompt, "adapter": frame.get("adapter"),
-            "namespace": frame.get("namespace", ""), "public_prefix": self._public_tokens(prompt),
+            "namespace": frame.get("namespace", ""),
         }  # fmt: skip
-
-    def _public_tokens(self, prompt: list[int]) -> int:
-        """Return how many of a prompt's first tokens are those of a public prefix."""
-        return max((_common_length(prompt, ids) for ids in self._public_ids), default=0)
-
-    @cached_property
-    def _public_ids(self) -> list[list[int]]:
-        """The public prefixes as tokens: as texts, and as system messages of the template."""
-        found = [self.lm.encode(text) for text in self._prefixes]
-        for text in self._prefixes:
-            with suppress(JaxllmError):  # a template may refuse a conversation of one message
-                messages = [{"role": "system", "content": text}]
-                found.append(self.lm.chat_prompt(messages, add_generation_prompt=False))
-        return found
 
     @property
     def context(self) -> int:
@@ -455,10 +442,14 @@ def tool_options(tools: Mapping[str, Any], style: str) -> dict[str, Any]:
     return tool_grammar(tools["tools"], tools["choice"], style)
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading items are equal."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _encode_prefixes(lm: "LM", texts: Sequence[str]) -> list[list[int]]:
+    """Return public prefixes as token ids: as texts, and as system messages of the template."""
+    found = [lm.encode(text) for text in texts]
+    for text in texts:
+        with suppress(JaxllmError):  # a template may refuse a conversation of one message
+            messages = [{"role": "system", "content": text}]
+            found.append(lm.chat_prompt(messages, add_generation_prompt=False))
+    return found
 
 
 def _decides_sampling(lm: "LM", options: Mapping[str, Any]) -> bool:

@@ -13,11 +13,14 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 Json = dict[str, Any]
 
 
+# Some clients end a line of a stream at these characters too (Python's `str.splitlines`).
+_LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
+
+
 def encode_json(value: Any) -> bytes:
-    """Return compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        errors="replace"
-    )
+    """Return compact JSON in UTF-8, in one line by any client's rules."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(_LINE_ENDS).encode(errors="replace")
 
 
 class Answer:

@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -127,7 +127,7 @@ async def _stream(
             if answer.status_code != 200:
                 log(f"{url}: status {answer.status_code}: {(await answer.aread())[:200]!r}")
                 return
-            async for line in answer.aiter_lines():
+            async for line in _read_lines(answer):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
@@ -139,8 +139,18 @@ async def _stream(
                 if usage := event.get("usage"):
                     timing.prompt_tokens = usage["prompt_tokens"]
                     timing.tokens = usage["completion_tokens"]
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, json.JSONDecodeError) as error:  # an answer that was cut off
+        timing.tokens = 0
         log(f"{url}: {error!r}")
+
+
+async def _read_lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream; httpx also splits at characters that a JSON text may contain."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
 
 
 def run_in_process(lm: Any, rows: int, load: Load) -> tuple[list[Timing], float]:

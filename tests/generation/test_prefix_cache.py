@@ -17,11 +17,12 @@ from jaxllm.adapters import LoraConfig, with_adapters
 from jaxllm.cache.kv import Segment
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.config.long_attention import LongAttention
-from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.errors import CapacityError, ConfigError, SamplingError, TokenError
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.inside import Scale
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
 from jaxllm.weights.precision import Precision, cast
@@ -186,17 +187,84 @@ def test_full_store_evicts_while_in_use() -> None:
     assert stats.queried_tokens == 2 * 7 * 25 and stats.hit_tokens % C == 0
 
 
-def test_namespaces_share_only_public_prefix() -> None:
-    """Requests of another namespace find nothing; declared tokens are shared in full chunks."""
+def test_namespaces_share_nothing() -> None:
+    """Requests of another namespace find nothing."""
     lm, store = load("llama"), PrefixCache(1 << 24, C)
 
-    def hits(namespace: str, public: int) -> int:
-        request = make_request(0, 33, namespace=namespace, public_prefix=public)
+    def hits(namespace: str) -> int:
+        request = make_request(0, 33, namespace=namespace)
         return cached_tokens(serve(*lm, [request], **SHAPE, prefix_cache=store))[0]
 
-    assert [hits("a", 0), hits("a", 0), hits("b", 0), hits("", 0)] == [0, 32, 0, 0]
-    assert [hits("a", 17), hits("b", 17), hits("b", 17), hits("c", 40)] == [0, 16, 32, 16]
-    assert hits("a", 0) == 32
+    assert [hits("a"), hits("a"), hits("b"), hits("")] == [0, 32, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "bfloat16", "int8 cache", "window", "experts", "self-extend"]
+)
+@pytest.mark.parametrize("chunk", [None, C])
+def test_shared_prefixes_change_no_answer(name: str, chunk: int | None) -> None:
+    """Rows read a shared text in place: prompts that have all of it, a part, nothing, or another
+    one get the bits of a loop without it, alone and among others, with a prefix cache and without.
+    """
+    model, params = load(name)
+    lm = make_invariant(model), params
+    other = TEXT[::-1].copy()
+    prompts = [
+        TEXT[:33],
+        TEXT[:21],
+        np.concatenate([TEXT[:13], other[:9]]),
+        other[:12],
+        TEXT[5:20],
+        TEXT[:2],
+        TEXT[:33],
+    ]
+    requests = [
+        make_request(i, 0, prompt=prompt, namespace="ab"[i % 2]) for i, prompt in enumerate(prompts)
+    ]
+    shared = [TEXT[:20], other[:10].tolist()]
+    multiple = 1 if has_invariant_rows(*lm) or chunk is None else chunk
+    usable = [
+        min(n, p.size - 1) // multiple * multiple
+        for n, p in zip((20, 20, 13, 10, 0, 2, 20), prompts, strict=True)
+    ]
+
+    def run(requests: Any, shared: Any) -> list[Any]:
+        store = None if chunk is None else PrefixCache(1 << 24, chunk)
+        return list(serve(*lm, requests, **SHAPE, prefix_cache=store, shared_prefixes=shared))
+
+    expected, events = answers(run(requests, [])), run(requests, shared)
+    found, cached = answers(events), cached_tokens(events)
+    if has_invariant_rows(*lm):
+        assert found == expected
+    else:
+        assert {i: [e[0] for e in x] for i, x in found.items()} == {
+            i: [e[0] for e in x] for i, x in expected.items()
+        }
+    assert all(cached[i] >= usable[i] for i in cached)
+    assert [cached[i] for i in (2, 3, 4, 5)] == usable[2:6]
+    for i in (1, 2, 6) if has_invariant_rows(*lm) else ():
+        assert answers(run(requests[i : i + 1], shared))[i] == found[i]
+
+
+def test_shared_prefix_is_for_rows_of_the_bare_model() -> None:
+    """Rows with an adapter or edits, and texts with other rotary angles, run all their tokens."""
+    model, base = load("llama")
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
+    pair = {name: random_adapter(model.config, base, lora, i) for i, name in enumerate("xy")}
+    lm = make_invariant(model), with_adapters(model.config, base, pair)
+    edits = {"blocks.0.resid_post": Scale(0.5)}
+    requests = [make_request(i, 20, adapter=i % 3 - 1, max_new_tokens=4) for i in range(3)]
+    requests.append(make_request(3, 20, adapter=-1, edits=edits, max_new_tokens=4))
+    expected = answers(serve(*lm, requests, **SHAPE))
+    events = list(serve(*lm, requests, **SHAPE, shared_prefixes=[TEXT[:17]]))
+    if has_invariant_rows(*lm):
+        assert answers(events) == expected
+    assert cached_tokens(events) == {0: 17, 1: 0, 2: 0, 3: 0}
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    scaled = random_model("llama", rope_parameters=rope, max_position_embeddings=20)
+    requests = [make_request(i, 18 + 3 * i, max_new_tokens=1) for i in range(2)]
+    events = list(serve(*scaled, requests, **SHAPE, shared_prefixes=[TEXT[:17]]))
+    assert cached_tokens(events) == {0: 17, 1: 0}
 
 
 def test_adapters_share_nothing() -> None:
@@ -272,15 +340,19 @@ def test_unsupported_arguments_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="prefix_cache does not support this model: its layers"):
         next(serve(model.clone(config=infini), params, [], **SHAPE, prefix_cache=PrefixCache(0)))
+    with pytest.raises(ConfigError, match="shared_prefixes does not support this model"):
+        next(serve(model.clone(config=infini), params, [], **SHAPE, shared_prefixes=[[1]]))
+    for bad, message in (([[5000]], "5000"), ([[]], "token"), (["x"], "array of integers")):
+        with pytest.raises(TokenError, match=message):
+            next(serve(model, params, [], **SHAPE, shared_prefixes=bad))
     with pytest.raises(ConfigError, match=r"must be a jaxllm\.PrefixCache, got 5"):
         wrong: Any = 5
         next(serve(model, params, [], **SHAPE, prefix_cache=wrong))
     for sizes in ((-1, 8), (1.5, 8), (0, 7), (0, "x")):
         with pytest.raises(CapacityError, match="must be a whole number from"):
             PrefixCache(*sizes)  # type: ignore[arg-type]
-    for field in ({"namespace": None}, {"public_prefix": -1}):
-        (event,) = serve(model, params, [make_request(0, 5, **field)], **SHAPE)
-        assert isinstance(event.error, SamplingError)
+    (event,) = serve(model, params, [make_request(0, 5, namespace=None)], **SHAPE)
+    assert isinstance(event.error, SamplingError)
 
 
 def test_lm_serve_reports_cached_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -289,12 +361,13 @@ def test_lm_serve_reports_cached_tokens(tmp_path_factory: pytest.TempPathFactory
     save_random(folder, "llama", eos_token_id=None, num_hidden_layers=1)
     lm, store, prompt = jaxllm.load(folder), PrefixCache(1 << 24, C), TEXT[:20].tolist()
     request = {"prompt": prompt, "max_new_tokens": 4}
-    requests = [request, request, {**request, "namespace": "b"}, {**request, "public_prefix": "x"}]
+    requests = [request, request, {**request, "namespace": "b"}]
     found = dict(lm.serve(requests, rows=1, capacity=48, prefix_cache=store))
     assert [found[i].cached_tokens for i in range(3)] == [0, 16, 0]
     assert found[0] == found[1] == found[2]
     assert found[0].tokens == lm.generate(prompt, max_new_tokens=4).tokens
-    assert "public_prefix must be a whole number" in str(found[3])
+    found = dict(lm.serve(requests, rows=1, capacity=48, shared_prefixes=[prompt[:13]]))
+    assert [found[i].cached_tokens for i in range(3)] == [13, 13, 13]
 
 
 def entry(nbytes: int = 8) -> Segment:
@@ -303,7 +376,7 @@ def entry(nbytes: int = 8) -> Segment:
 
 
 def keys_of(store: PrefixCache, text: Sequence[int], namespace: str = "") -> list[bytes]:
-    return store.chunk_keys("root", np.array(text), namespace, 0)
+    return store.chunk_keys("root", np.array(text), namespace)
 
 
 def test_least_recently_used_leaf_is_evicted() -> None:
@@ -314,15 +387,17 @@ def test_least_recently_used_leaf_is_evicted() -> None:
         for i in range(len(keys)):
             store.add(keys, i, entry)
     assert store.stats().entries == 4
-    assert len(store.find(a, 24)) == 2
+    assert len(store.find(a)) == 2
     store.add(a, 2, entry)  # b's second is older than a's
-    assert [len(store.find(keys, 0)) for keys in (a, b)] == [3, 1]
+    assert [len(store.find(keys)) for keys in (a, b)] == [3, 1]
     assert (store.stats().evictions, store.stats().nbytes) == (1, 32)
     store.add(b, 0, lambda: pytest.fail("held already"))
     store.add(keys_of(store, range(50, 66)), 1, lambda: pytest.fail("its parent is not held"))
     store.add(keys_of(store, range(50, 58)), 0, partial(entry, 40))  # more than the limit
     assert store.stats().entries == 4
-    assert (store.stats().queried_tokens, store.stats().hit_tokens) == (24, 2 * C + 4 * C)
+    store.count(24, 2 * C)
+    store.count(8, 0)
+    assert (store.stats().queried_tokens, store.stats().hit_tokens) == (32, 2 * C)
 
 
 def test_chain_longer_than_store_keeps_its_beginning() -> None:
@@ -330,7 +405,7 @@ def test_chain_longer_than_store_keeps_its_beginning() -> None:
     keys = keys_of(store, range(32))
     for i in range(4):
         store.add(keys, i, entry)
-    assert len(store.find(keys, 32)) == 2 and store.stats().nbytes == 16
+    assert len(store.find(keys)) == 2 and store.stats().nbytes == 16
 
 
 def test_keys_depend_on_whole_text() -> None:
@@ -341,10 +416,9 @@ def test_keys_depend_on_whole_text() -> None:
     others = [
         keys_of(store, [9, *range(1, 16)]),
         keys_of(store, range(16), "a"),
-        store.chunk_keys("other", np.arange(16), "", 0),
-        store.chunk_keys("root", np.arange(16), "", 16),
+        store.chunk_keys("other", np.arange(16), ""),
     ]
-    assert len({key for each in [keys, *others] for key in each}) == 10
+    assert len({key for each in [keys, *others] for key in each}) == 8
 
 
 def test_store_is_safe_between_threads() -> None:
@@ -356,7 +430,7 @@ def test_store_is_safe_between_threads() -> None:
         try:
             for _ in range(200):
                 keys = keys_of(store, [rng.integers(3)] * 8 + [rng.integers(9)] * 8 + [seed] * 8)
-                store.find(keys, 24)
+                store.find(keys)
                 for i in range(3):
                     store.add(keys, i, lambda: small)
         except Exception as error:

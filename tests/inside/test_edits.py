@@ -456,6 +456,97 @@ def test_served_functions_are_refused(lm: Any) -> None:
     assert "cannot be functions" in str(event.error)
 
 
+READS: list[dict[str, Any]] = [
+    {"read": ["blocks.*.resid_post", "blocks.1.attn.z", "logits"]},
+    {},
+    {"read": ["blocks.0.hook_resid_mid"], "read_steps": [-1, 2]},
+    {
+        "read": ["blocks.0.mlp.post"],
+        "read_steps": [0],
+        "edits": {"blocks.*.resid_pre": Add(random(40), scale=0.8)},
+    },
+    {"read": ["embed"], "read_steps": [40], "top_logprobs": 3},
+]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_served_requests_read_their_own_sites(lm: Any, cached: bool) -> None:
+    """Each request gets what `generate` reads, whatever the others read, and reading changes no
+    request's tokens or log-probabilities.
+    """
+    prompts = [tokens(1, 4 + 5 * i, seed=i)[0] for i in range(len(READS))]
+    options: dict[str, Any] = {"rows": 3, "capacity": 40, "chunk": 8}
+
+    def run(reads: list[dict[str, Any]]) -> dict[Any, list[Any]]:
+        requests = [
+            jaxllm.Request(id=i, prompt=prompt, max_new_tokens=6, **one)
+            for i, (prompt, one) in enumerate(zip(prompts, reads, strict=True))
+        ]
+        cache = jaxllm.PrefixCache(1 << 20, chunk=8) if cached else None
+        found: dict[Any, list[Any]] = {}
+        for event in jaxllm.serve(*lm, requests, **options, prefix_cache=cache):
+            assert event.error is None, event.error
+            found.setdefault(event.id, []).append(event)
+        return found
+
+    unread = [{k: v for k, v in one.items() if "read" not in k} for one in READS]
+    plain, found = run(unread), run(READS)
+    for i, one in enumerate(READS):
+        both = [[(e.token, e.logprob) for e in events[i]] for events in (plain, found)]
+        assert both[0] == both[1], i
+        names, edits = one.get("read", []), one.get("edits")
+        whole = jaxllm.forward(*lm, None, prompts[i][None], read=names, edits=edits).sites
+        steps = one.get("read_steps", range(5))
+        ids = [np.array([[event.token]]) for event in found[i]]
+        cache = jaxllm.prefill(
+            *lm, jaxllm.init_cache(lm[0], 1, 40), prompts[i][None], edits=edits
+        ).cache
+        for step, event in enumerate(found[i], -1):
+            sites = {name: x[:, -1:] for name, x in whole.items()}
+            if step >= 0:
+                out = jaxllm.decode_step(*lm, cache, ids[step][0], read=names, edits=edits)
+                cache, sites = out.cache, out.sites
+            assert event.sites.keys() == (sites.keys() if step in steps else set()), (i, step)
+            for name, x in event.sites.items():
+                assert isinstance(x, np.ndarray) and x.shape == sites[name].shape
+                np.testing.assert_allclose(x, sites[name], atol=2e-5, err_msg=f"{i} {name}")
+
+
+def test_completions_and_chunks_have_sites() -> None:
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    chunks: list[Any] = []
+    request = {"prompt": "Once upon a time", "max_new_tokens": 6, "do_sample": False}
+    reading = {"read": ["blocks.1.resid_post", "blocks.0.attn.q"], "on_chunk": chunks.append}
+    answers: Any = dict(lm.serve([request | reading, request], rows=2, capacity=32))
+    ids = np.array([lm.encode(request["prompt"])])
+    result = lm.model, lm.params, ids
+    whole = jaxllm.generate(*result, max_new_tokens=6, read=reading["read"])
+    assert answers[0].tokens == answers[1].tokens == whole.token_BT[0].tolist()
+    assert answers[1].sites == {} and answers[0].sites.keys() == whole.sites.keys()
+    for name, x in answers[0].sites.items():
+        assert x.shape == whole.sites[name].shape
+        np.testing.assert_allclose(x, whole.sites[name], atol=2e-5)
+        np.testing.assert_array_equal(x[:, 2:3], chunks[3].sites[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"read": ["blocks.0.attn.pattern"]}, "cannot read blocks.0.attn.pattern. Use forward"),
+        ({"read": ["blocks.0.resid_pots"]}, "blocks.0.resid_post"),
+        ({"read": "embed"}, "read must be a list of site names"),
+        ({"read": ["embed"], "read_steps": "1"}, "read_steps must be an array of integers"),
+    ],
+)
+def test_bad_reads_reject_a_request_alone(lm: Any, options: Any, message: str) -> None:
+    requests = [
+        jaxllm.Request(id=0, prompt=[1, 2], max_new_tokens=2, **options),
+        jaxllm.Request(id=1, prompt=[1, 2], max_new_tokens=2),
+    ]
+    refused, *others = jaxllm.serve(*lm, requests, rows=2, capacity=8)
+    assert message in str(refused.error) and len(others) == 2
+
+
 @pytest.mark.parametrize("format", ["int8", "int4-g32", "int8-bitmap", "lora", "bfloat16"])
 def test_edits_work_on_any_weights(format: str) -> None:
     """Quantized, sparse, adapted and half-precision weights: reading changes no bits, heads' parts

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import re
+import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -26,6 +27,26 @@ def error_of(answer: Answer | None) -> Any:
     error = json.loads(answer.body)["error"]
     assert {"message", "type", "param", "code"} <= error.keys() and error["message"]
     return error
+
+
+def test_small_pieces_are_sent_at_once() -> None:
+    """Connections do not collect small pieces: an answer's first token would wait 40 ms for them."""
+
+    async def run() -> None:
+        flags: asyncio.Queue[int] = asyncio.Queue()
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            made = writer.get_extra_info("socket")
+            flags.put_nowait(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listen.Address("127.0.0.1", 0).open() as listening:
+            async with await asyncio.start_server(accept, sock=listening):
+                _, writer = await asyncio.open_connection(*listening.getsockname())
+                assert await flags.get() != 0
+                writer.close()
+
+    asyncio.run(run())
 
 
 async def wait_forever(fields: Frame) -> AsyncGenerator[Frame]:

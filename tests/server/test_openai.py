@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from jaxllm.server.openai_responses import encode_json
 from tests.server.conftest import NAMES
 from tests.server.processes import RunningServer, make_client
 
@@ -29,6 +30,13 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "wait", "parameters": {"type": "object",
      "properties": {}, "additionalProperties": False}}},
 ]  # fmt: skip
+
+
+def test_answer_is_one_line_for_any_client() -> None:
+    """Clients that split a stream by `str.splitlines` read whole events, whatever the text."""
+    text = "".join(map(chr, [*range(0x500), *range(0x2000, 0x2100), 0x1F600]))
+    line = encode_json({"text": text}).decode()
+    assert line.splitlines() == [line] and json.loads(line) == {"text": text}
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def decode(
     for runs in (group for stage in stages for group in split_microbatches(stage, n_ubatch)):
         places, at = pack_microbatch(runs, state.batch)
         shared = places.member_RB is not None
-        out, state = run_microbatch(
+        out, state, _ = run_microbatch(
             model,
             params,
             state,

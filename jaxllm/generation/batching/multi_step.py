@@ -17,13 +17,14 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
-@partial(jax.jit, static_argnums=(3, 9, 12), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(3, 10, 13), donate_argnums=(0, 1, 2))
 def decode_burst(
     tail: Segment,
     context: Context,
     samplers: Samplers,
     model: Model,
     params: Params,
+    frozen: tuple[Segment, ...],
     row_R: jax.Array | None,
     kind_KR: jax.Array,
     newest_R: jax.Array,
@@ -36,9 +37,10 @@ def decode_burst(
 ) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
     """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
 
-    row_R, adapter_R, edits: as in `Microbatch`. kind_KR: kinds of samplers; a row without one is
-    not live. steps: at most `burst`, which is static. top: as in `draw_by_kind`. Returns the number
-    of steps, `[]`, then the tokens of all steps, `[burst, R]`, and the new state.
+    frozen: the cache's other segments. row_R, adapter_R, edits: as in `Microbatch`. kind_KR: kinds
+    of samplers; a row without one is not live. steps: at most `burst`, which is static. top: as in
+    `draw_by_kind`. Returns the number of steps, `[]`, then the tokens of all steps, `[burst, R]`,
+    and the new state.
     """
     live_R = kind_KR.any(axis=0)
     zeros_R = jnp.zeros(live_R.shape, jnp.int32)
@@ -67,7 +69,7 @@ def decode_burst(
             adapter_R=adapter_R,
             edits=edits,
         )
-        out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
+        out, tail, _ = run_own_slots(tail, frozen, model, params, places, None, "logits")
         drawn, context, samplers = draw_by_kind(context, samplers, kind_KR, out[:, 0], top)
         results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
         ends_R = (drawn.token_B[:, None] == eos_RE).any(axis=1) | ~drawn.finite_B

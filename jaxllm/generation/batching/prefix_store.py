@@ -1,64 +1,162 @@
-"""The prefix cache of a serving loop: which prompts share entries, and what goes into them."""
+"""What a prompt of a serving loop need not run: entries of a prefix cache, and shared texts.
+
+An entry is copied into the row that uses it. A shared text is a frozen segment of the loop's cache,
+which rows read in place; they differ in how many of its tokens they see.
+"""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, Segment
-from jaxllm.cache.prefix_cache import PrefixCache, cut_chunk
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache, cut_chunk, write_chunk
 from jaxllm.config.model import ModelConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, TokenError
 from jaxllm.generation.batching.requests import Request
 from jaxllm.models.site_inputs import fingerprint
 from jaxllm.models.sites import Edits
+from jaxllm.runtime.validation import check_int_array
+from jaxllm.steps import prefill
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
+
+
+class Prefix(NamedTuple):
+    """The beginning of a prompt that has run before.
+
+    shared, num_shared: which shared text the row reads, and how many tokens of it. keys: of the
+    prompt's chunks in the prefix cache, from the number `first` on. entries: those found.
+    num_run: tokens that need not run; at least one remains.
+    """
+
+    shared: int
+    num_shared: int
+    keys: Sequence[bytes]
+    first: int
+    entries: Sequence[Segment]
+    num_run: int
 
 
 class PrefixStore(NamedTuple):
-    """A prefix cache, and the number of the loop's model in it."""
+    """What prompts may begin with: entries of a prefix cache, and texts that all rows read.
 
-    cache: PrefixCache
+    cache, program: a prefix cache, and the number of the loop's model in it; or None. texts: of the
+    frozen segments of the loop's cache. multiple: prompts run in chunks of so many tokens; 1 if
+    shapes do not change bits.
+    """
+
+    cache: PrefixCache | None
     program: int
+    texts: Sequence[np.ndarray]
+    multiple: int
 
     def find(
         self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
-    ) -> tuple[list[bytes], list[Segment]]:
-        """Return the keys of the prompt's chunks, and the entries found.
-
-        At least one token remains to run.
-        """
+    ) -> Prefix:
+        """Return what has run of a prompt."""
+        shared, start = self._find_shared(config, request, prompt_T, edits)
+        if self.cache is None:
+            return Prefix(shared, start, [], 0, [], start)
         made_with = () if not edits.edits else tuple(map(int, fingerprint(edits, 1)))
         root = (self.program, request.adapter, _angle_length(config, prompt_T.size), *made_with)
-        keys = self.cache.chunk_keys(root, prompt_T, request.namespace, request.public_prefix)
-        usable = (prompt_T.size - 1) // self.cache.chunk
-        return keys, self.cache.find(keys[:usable], prompt_T.size)
+        keys, size = self.cache.chunk_keys(root, prompt_T, request.namespace), self.cache.chunk
+        first, usable = start // size, (prompt_T.size - 1) // size
+        entries = self.cache.find(keys[first:usable])
+        num_run = max(start, (first + len(entries)) * size) if entries else start
+        self.cache.count(prompt_T.size, num_run)
+        return Prefix(shared, start, keys[first:], first, entries, num_run)
 
-    def add(self, tail: Segment, row: int, keys: Sequence[bytes], ran: range) -> None:
-        """Add the prompt chunks of a row that these tokens completed. keys: of its chunks."""
-        size = self.cache.chunk
-        for i in range(ran.start // size, min(ran.stop // size, len(keys))):
-            at = np.int32(row), np.int32(i * size)
-            self.cache.add(keys, i, partial(cut_chunk, tail, *at, size))
+    def add(self, tail: Segment, row: int, prefix: Prefix, ran: range) -> None:
+        """Add the prompt chunks of a row that these tokens completed."""
+        if self.cache is None:
+            return
+        size, stop = self.cache.chunk, prefix.first + len(prefix.keys)
+        for i in range(ran.start // size, min(ran.stop // size, stop)):
+            cut = partial(cut_chunk, tail, np.int32(row), np.int32(i * size), size)
+            self.cache.add(prefix.keys, i - prefix.first, cut)
+
+    def _find_shared(
+        self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
+    ) -> tuple[int, int]:
+        """Return the shared text that has the most of a prompt's first tokens, and how many."""
+        best, most = 0, 0
+        if edits.edits or request.adapter not in (None, NO_ADAPTER):
+            return best, most
+        for i, text_T in enumerate(self.texts):
+            size = min(text_T.size, prompt_T.size - 1)
+            differs = np.flatnonzero(text_T[:size] != prompt_T[:size])
+            count = int(differs[0]) if differs.size else size
+            alike = _angle_length(config, text_T.size) == _angle_length(config, prompt_T.size)
+            if alike and count > most:
+                best, most = i, count
+        return best, most - most % self.multiple
 
 
 def open_store(
-    prefix_cache: PrefixCache | None, model: Model, params: Params, cache: KVCache
-) -> PrefixStore | None:
-    """Return the store of a serving loop with this empty cache; None without a prefix cache."""
-    if prefix_cache is None:
-        return None
-    if not isinstance(prefix_cache, PrefixCache):
+    model: Model,
+    params: Params,
+    cache: KVCache,
+    prefix_cache: PrefixCache | None,
+    shared_prefixes: Sequence[Any],
+    few_rows: bool,
+) -> tuple[PrefixStore, KVCache]:
+    """Return the store of a serving loop, and its empty cache with the shared texts.
+
+    few_rows: whether shapes do not change bits.
+    """
+    if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
-    if cache.memory:
+    if cache.memory and (prefix_cache is not None or shared_prefixes):
+        name = "shared_prefixes" if prefix_cache is None else "prefix_cache"
         raise ConfigError(
-            "prefix_cache does not support this model: its layers keep a memory of the whole text,"
-            " which cannot be cut into chunks. Serve it without prefix_cache"
+            f"{name} does not support this model: its layers keep a memory of the whole text,"
+            f" which cannot be cut into chunks. Serve it without {name}"
         )
-    sizes = (cache.batch, cache.capacity)
-    return PrefixStore(prefix_cache, prefix_cache.program_number(model, params, sizes))
+    multiple = 1 if few_rows or prefix_cache is None else prefix_cache.chunk
+    texts = [check_int_array("a shared prefix", ids, TokenError) for ids in shared_prefixes]
+    usual = choose_adapters(params, np.full(1, NO_ADAPTER, np.int32))
+    frozen = []
+    for text_T in texts:
+        alone = init_cache(model, 1, max(text_T.size, 1))
+        alone = prefill(model, usual, alone, text_T[None], chunk=max(multiple, 256)).cache
+        position_BS = np.full((cache.batch, text_T.size), EMPTY, np.int32)
+        frozen.append(alone.tail.replace(position_BS=jax.device_put(position_BS)))
+    program = -1
+    if prefix_cache is not None:
+        sizes = (cache.batch, cache.capacity, *(text_T.tobytes() for text_T in texts))
+        program = prefix_cache.program_number(model, params, sizes)
+    store = PrefixStore(prefix_cache, program, texts, multiple)
+    return store, cache.replace(frozen=tuple(frozen))
+
+
+def read_prefix(cache: KVCache, row: int, prefix: Prefix) -> KVCache:
+    """Return the cache in which a cleared row reads what has run: shared tokens, and entries."""
+    frozen = [
+        segment.replace(
+            position_BS=_show_tokens(
+                segment.position_BS,
+                np.int32(row),
+                np.int32(prefix.num_shared if i == prefix.shared else 0),
+            )
+        )
+        for i, segment in enumerate(cache.frozen)
+    ]
+    tail = cache.tail
+    for i, entry in enumerate(prefix.entries, prefix.first):
+        tail = write_chunk(tail, entry, np.int32(row), np.int32(i * entry.position_BS.shape[1]))
+    return cache.replace(frozen=tuple(frozen), tail=tail)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _show_tokens(position_BS: jax.Array, row: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the positions of a shared text in which a row has the first `count` tokens."""
+    index_S = jnp.arange(position_BS.shape[1], dtype=jnp.int32)
+    return position_BS.at[row].set(jnp.where(index_S < count, index_S, EMPTY))
 
 
 def _angle_length(config: ModelConfig, length: int) -> tuple[int, bool]:

@@ -1,7 +1,7 @@
 """Inputs and outputs of continuous batching: requests, and events with their tokens."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -29,9 +29,12 @@ class Request:
         top_logprobs: Number of likeliest tokens to report per step, at most `MAX_TOP_LOGPROBS`.
         namespace: Requests of different namespaces share no entries of a prefix cache. For a
             service, derive it from the caller's key: shared entries show in response times.
-        public_prefix: Number of leading tokens that all namespaces may share.
         edits: As for `prefill`, of the prompt and the new tokens. Functions are refused. Requests
             with the same sites and kinds of edits share a program.
+        read: Sites to read, as for `forward`, except attention's scores and weights. While a
+            request reads, all rows decode step by step.
+        read_steps: The steps to read. Step i runs the i-th new token, from 0, and step -1 the
+            prompt's last token. None: all from 0.
     """
 
     id: Hashable
@@ -45,8 +48,9 @@ class Request:
     adapter: int | None = None
     top_logprobs: int = 0
     namespace: str = ""
-    public_prefix: int = 0
     edits: EditMap | None = None
+    read: Sequence[str] = ()
+    read_steps: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,8 @@ class Event:
         step: Statistics of the step.
         top_logprobs: The likeliest tokens of the step and their log-probabilities, if requested.
         cached_tokens: Prompt tokens that came from the prefix cache.
+        sites: What was read in the step that predicted the token: NumPy arrays by site, of one row
+            and one token.
     """
 
     id: Hashable
@@ -109,3 +115,4 @@ class Event:
     step: StepStats
     top_logprobs: list[tuple[int, float]] | None = None
     cached_tokens: int = 0
+    sites: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

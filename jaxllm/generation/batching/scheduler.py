@@ -7,7 +7,7 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
-from jaxllm.cache.prefix_cache import PrefixCache, write_chunk
-from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.cache.prefix_cache import PrefixCache
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
 from jaxllm.generation.batching.batched_sampling import Drawn, draw, fit_sampler
 from jaxllm.generation.batching.multi_step import decode_burst
-from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
+from jaxllm.generation.batching.prefix_store import Prefix, PrefixStore, open_store, read_prefix
 from jaxllm.generation.batching.requests import (
     MAX_TOP_LOGPROBS,
     Event,
@@ -42,8 +42,8 @@ from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
 from jaxllm.models.invariance import has_invariant_rows
-from jaxllm.models.site_inputs import check_edits, stack_rows
-from jaxllm.models.sites import NO_EDITS, Edits
+from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, split_name
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
@@ -57,32 +57,43 @@ _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many 
 
 
 class _Sampled(NamedTuple):
-    """A row's next token; invalid if its logits were not finite. top: the likeliest tokens."""
+    """A row's next token; invalid if its logits were not finite.
+
+    top: the likeliest tokens. sites: what was read, of one row.
+    """
 
     token: int
     logprob: float
     finite: bool
     top: list[tuple[int, float]]
+    sites: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class _ActiveRequest:
     """A request that occupies a row.
 
-    num_run: tokens that have run. newest: the last generated token. count: tokens generated.
-    keys: of the prompt's chunks in the prefix cache. cached_tokens: tokens that were found there.
-    edits: checked, for one row.
+    prefix: what had run before. num_run: tokens that have run. edits: checked, for one row. read,
+    read_steps: likewise.
     """
 
     request: Request
     prompt_T: np.ndarray
     kind: Hashable
+    prefix: Prefix
     num_run: int = 0
     newest_token: int = NO_TOKEN
     num_generated: int = 0
-    keys: Sequence[bytes] = ()
-    cached_tokens: int = 0
     edits: Edits = NO_EDITS
+    read: tuple[str, ...] = ()
+    read_steps: frozenset[int] | None = None
+
+    @property
+    def can_burst(self) -> bool:
+        """Whether its next steps may run in one call."""
+        steps, step = self.read_steps, self.num_generated - 1
+        done_reading = not self.read or (steps is not None and max(steps, default=-1) < step)
+        return self.num_generated > 0 and self.request.until is None and done_reading
 
     def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
         """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
@@ -99,7 +110,9 @@ class _ActiveRequest:
         position_T = np.arange(self.num_run, self.num_run + token_T.size)
         output_T = position_T == length - 1
         at, adapter = position_T, self.request.adapter
-        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter)
+        step, chosen = self.num_generated - 1, self.read_steps
+        read = self.read if (step >= 0 if chosen is None else step in chosen) else ()
+        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter, read)
 
     def make_event(
         self, finish: Finish | None, step: StepStats, drawn: _Sampled | None = None
@@ -115,7 +128,8 @@ class _ActiveRequest:
             None,
             step,
             top_logprobs=top[:count] if count and drawn else None,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.prefix.num_run,
+            sites=drawn.sites if drawn else {},
         )
 
 
@@ -144,6 +158,7 @@ def serve(
     chunk: int = 256,
     burst: int = 16,
     prefix_cache: PrefixCache | None = None,
+    shared_prefixes: Sequence[Any] = (),
 ) -> Iterator[Event]:
     """Generate for a stream of requests with continuous batching; yield events with new tokens.
 
@@ -166,10 +181,14 @@ def serve(
             log-probabilities have the same bits whether chunks are found or not, and whatever else
             runs. Unless the model has invariant rows (`has_invariant_rows`), each prompt then runs
             alone in chunks of `prefix_cache.chunk` tokens.
+        shared_prefixes: Texts (token ids) that many prompts begin with, such as a system message.
+            They run once, and all rows read their keys and values in place. A prompt uses as many
+            tokens of one as it begins with, unless the request has an adapter or edits.
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
-        ConfigError: If a prefix cache is given for a model with a memory (Infini-attention).
+        ConfigError: If a prefix cache or shared prefix is given for a model with a memory
+            (Infini-attention).
     """
     check_model(model, params)
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
@@ -179,11 +198,10 @@ def serve(
     if not isinstance(requests, Iterable):
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
-    store, multiple = open_store(prefix_cache, model, params, cache), 1
     few_rows = has_invariant_rows(model, params)
-    if store is not None and not few_rows:
-        multiple = store.cache.chunk
-        chunk = max(chunk, multiple)
+    prefixes = prefix_cache, shared_prefixes
+    store, cache = open_store(model, params, cache, *prefixes, few_rows)
+    chunk = max(chunk, store.multiple)
     now = _ServeState(cache, _empty_context(rows, capacity), {}, {})
     source, more = iter(requests), True
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
@@ -215,23 +233,22 @@ def serve(
                 yield seat.make_event(Finish.CANCELLED, step)
         if not now.active:
             continue
-        if all(seat.num_generated and seat.request.until is None for seat in now.active.values()):
+        if all(seat.can_burst for seat in now.active.values()):
             now, steps = _run_burst(model, params, now, burst, few_rows)
         else:
-            runs = _token_runs(now.active, chunk, multiple)
-            if store is not None and not few_rows:
-                groups = split_chunks(runs, multiple)
+            runs = _token_runs(now.active, chunk, store.multiple)
+            if store.multiple > 1:
+                groups = split_chunks(runs, store.multiple)
             else:
                 alone = _ALONE if few_rows else MAX_SLOTS
                 groups = split_microbatches(runs, rows + chunk, alone=alone)
             now, steps = _run_step(model, params, now, groups, few_rows)
-            if store is not None:
-                for run in runs:
-                    seat = now.active[run.rows[0]]
-                    ran = range(seat.num_run, seat.num_run + run.index_T.size)
-                    store.add(now.cache.tail, run.rows[0], seat.keys, ran)
+            for run in runs:
+                seat = now.active[run.rows[0]]
+                ran = range(seat.num_run, seat.num_run + run.index_T.size)
+                store.add(now.cache.tail, run.rows[0], seat.prefix, ran)
         for drawn in steps:
-            runs = _token_runs(now.active, chunk, multiple)
+            runs = _token_runs(now.active, chunk, store.multiple)
             decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
             step = StepStats(
                 index=step.index + 1,
@@ -251,7 +268,7 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: Model, state: _ServeState, request: Request, capacity: int, store: PrefixStore | None
+    model: Model, state: _ServeState, request: Request, capacity: int, store: PrefixStore
 ) -> _ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
@@ -259,6 +276,12 @@ def _admit_request(
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
+    read = check_read(model, request.read)
+    if unfit := [name for name in read if split_name(name)[1] in WEIGHT_SITES]:
+        raise ConfigError(f"a request of serve cannot read {unfit[0]}. Use forward")
+    steps = request.read_steps
+    if steps is not None:
+        steps = frozenset(check_int_array("read_steps", steps, SamplingError).ravel().tolist())
     key = row_keys(request.seed, 1)[0]
     places = state.context.token_BL.shape[1]
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
@@ -273,18 +296,15 @@ def _admit_request(
         (token_L, np.int32(prompt_T.size), key),
         sampler,
     )
-    tail, num_run = state.cache.tail.replace(position_BS=position_BS), 0
-    keys, found = ([], []) if store is None else store.find(model.config, request, prompt_T, edits)
-    for entry in found:
-        tail = write_chunk(tail, entry, np.int32(row), np.int32(num_run))
-        num_run += entry.position_BS.shape[1]
+    cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
+    prefix = store.find(model.config, request, prompt_T, edits)
     seat = _ActiveRequest(
-        request, prompt_T, kind, num_run, keys=keys, cached_tokens=num_run, edits=edits
+        request, prompt_T, kind, prefix, prefix.num_run, edits=edits, read=read, read_steps=steps
     )
     active = {**state.active, row: seat}
     edited = {r: seat.edits for r, seat in active.items() if seat.edits.edits}
     return state._replace(
-        cache=state.cache.replace(tail=tail),
+        cache=read_prefix(cache, row, prefix),
         context=context,
         samplers=_add_sampler(state, kind, stacked),
         active=active,
@@ -305,16 +325,16 @@ def _run_step(
     for group in groups:
         places, at = pack_microbatch(group, rows, few_rows=few_rows)
         places = places.replace(edits=state.edits)
-        out, cache = run_microbatch(model, params, cache, places, donate=True)
+        out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
             kind_KR = _kind_mask(state, ended, out.shape[0])
             result, context, samplers = draw(context, samplers, kind_KR, out, places.row_R, top)
-            results.append((ended, result))
+            results.append((ended, result, sites))
     drawn: _StepSamples = {}
-    for ended, result in results:  # read only after everything has been dispatched
-        arrays = to_host(result)
-        drawn.update({row: _read_sampled(arrays, r) for row, r in ended.items()})
+    for ended, *found in results:  # read only after everything has been dispatched
+        arrays, sites = to_host(found)
+        drawn.update({row: _read_sampled(arrays, r, sites) for row, r in ended.items()})
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(cache, context, held, seats, state.edits), [drawn]
 
@@ -343,6 +363,7 @@ def _run_burst(
         tuple(state.samplers.values()),
         model,
         params,
+        state.cache.frozen,
         row_R,
         _kind_mask(state, at, R),
         newest_R,
@@ -354,7 +375,9 @@ def _run_burst(
         state.edits,
     )
     count, arrays = to_host((done, results))
-    steps = [{row: _read_sampled(arrays, (i, r)) for row, r in at.items()} for i in range(count)]
+    steps = [
+        {row: _read_sampled(arrays, (i, r), {}) for row, r in at.items()} for i in range(count)
+    ]
     held = dict(zip(state.samplers, samplers, strict=True))
     cache = state.cache.replace(tail=tail)
     return _ServeState(cache, context, held, seats, state.edits), steps
@@ -366,13 +389,14 @@ def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
     return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
 
 
-def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
+def _read_sampled(drawn: Drawn, at: Any, sites: Mapping[str, np.ndarray]) -> _Sampled:
     """Return a row's token from host arrays. at: its row, or its step and row."""
     token, logprob, finite = (x[at].item() for x in drawn[:3])
-    if drawn.top_token_BN is None:
-        return _Sampled(token, logprob, finite, [])
-    pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
-    return _Sampled(token, logprob, finite, list(zip(*pair, strict=True)))
+    top: list[tuple[int, float]] = []
+    if drawn.top_token_BN is not None:
+        pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
+        top = list(zip(*pair, strict=True))
+    return _Sampled(token, logprob, finite, top, {name: x[[at]] for name, x in sites.items()})
 
 
 def _kind_mask(state: _ServeState, at: dict[int, int], size: int) -> np.ndarray:
@@ -445,7 +469,6 @@ def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
     check_int("top_logprobs", request.top_logprobs, 0, widest)
     if not isinstance(request.namespace, str):
         raise SamplingError(f"namespace must be a text, got {request.namespace!r:.60}")
-    check_int("public_prefix", request.public_prefix, 0)
     needed = prompt_T.size + new - 1  # the last token never runs
     check_longrope_limit(prompt_T.size, needed, model.config)
     warn_dynamic_ntk(prompt_T.size, needed, model.config)

@@ -18,13 +18,15 @@ from jaxllm import steps
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.loops.finish import take_rows
-from jaxllm.models.sites import NO_EDITS, Edits
+from jaxllm.models.modules import select_columns
+from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 
 Array = Any  # a jax or numpy array
+Sites = dict[str, jax.Array]  # what was read, by full name
 OutputKind = Literal["logits", "hidden"]
 
 
@@ -36,7 +38,8 @@ class TokenRun(NamedTuple):
         ids. position_T: Positions in the text. slot_T: Cache slots to write: the row's own, or
         shared ones if there are several rows. output_T: Which tokens need an output. length: Length
         of the text including tokens of it that are still to run. adapter: Adapter index if rows use
-        different ones (`weights.types.lora.choose_adapters`).
+        different ones (`weights.types.lora.choose_adapters`). read: Names of the sites to read at
+        the one token that needs an output.
     """
 
     rows: tuple[int, ...]
@@ -47,6 +50,7 @@ class TokenRun(NamedTuple):
     output_T: np.ndarray
     length: int
     adapter: int | None = None
+    read: tuple[str, ...] = ()
 
     def slice_tokens(self, tokens: slice) -> "TokenRun":
         """Return the run restricted to a slice of its tokens."""
@@ -66,6 +70,7 @@ class Microbatch(struct.PyTreeNode):
         member_RB: Which sequences share the entries; None if each row writes its own slots.
         adapter_R: Adapter index of each row; None keeps the parameters' own choice.
         edits: Of all cache rows (`site_inputs.stack_rows`).
+        read: Names of the sites to read in the column of `column_R`. Static.
     """
 
     row_R: Array | None
@@ -77,6 +82,7 @@ class Microbatch(struct.PyTreeNode):
     member_RB: Array | None
     adapter_R: Array | None = None
     edits: Edits = NO_EDITS
+    read: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
 def split_microbatches(
@@ -84,23 +90,25 @@ def split_microbatches(
 ) -> Iterator[list[TokenRun]]:
     """Split and group token runs so that no group has more than `limit` tokens.
 
-    Groups contain runs of one padded width, and either only single-row or only shared runs. The
-    tokens of a run keep their order. alone: runs of more tokens than this have a group each.
+    Groups contain runs of one padded width, of which the same sites are read, and either only
+    single-row or only shared runs. The tokens of a run keep their order. alone: runs of more tokens
+    than this have a group each.
     """
     queue = [run for run in runs if run.index_T.size]
     while queue:
-        groups: dict[tuple[int, bool], list[TokenRun]] = {}
+        groups: dict[tuple[int, bool, tuple[str, ...]], list[TokenRun]] = {}
         for run in queue:
             piece = run.slice_tokens(slice(0, limit))
-            kind = (_padded_width(piece.index_T.size), len(run.rows) > 1)
+            kind = (_padded_width(piece.index_T.size), len(run.rows) > 1, _sites_to_read([piece]))
             groups.setdefault(kind, []).append(piece)
-        for (width, _), pieces in groups.items():
+        for (width, *_), pieces in groups.items():
             yield from _split_groups(pieces, limit) if width <= alone else ([p] for p in pieces)
         queue = [run.slice_tokens(slice(limit, None)) for run in queue if run.index_T.size > limit]
 
 
 def split_chunks(runs: Sequence[TokenRun], chunk: int) -> Iterator[list[TokenRun]]:
-    """Split token runs into chunks that run alone, and one last group of all single tokens.
+    """Split token runs into chunks that run alone, and last groups of all single tokens, one for
+    each set of sites to read.
 
     So the shape in which a token runs depends only on its own text. Longer runs must begin at a
     multiple of `chunk`.
@@ -111,8 +119,16 @@ def split_chunks(runs: Sequence[TokenRun], chunk: int) -> Iterator[list[TokenRun
         for start in range(0, run.index_T.size, chunk)
     ]
     yield from ([piece] for piece in pieces if piece.index_T.size > 1)
-    if single := [piece for piece in pieces if piece.index_T.size == 1]:
-        yield single
+    single: dict[tuple[str, ...], list[TokenRun]] = {}
+    for piece in pieces:
+        if piece.index_T.size == 1:
+            single.setdefault(piece.read, []).append(piece)
+    yield from single.values()
+
+
+def _sites_to_read(runs: Sequence[TokenRun]) -> tuple[str, ...]:
+    """Return the sites to read of a group: none if no token of it needs an output."""
+    return runs[0].read if any(run.output_T.any() for run in runs) else ()
 
 
 def _split_groups(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
@@ -173,6 +189,7 @@ def pack_microbatch(
         None if several else column_R,
         member_RB if len(runs[0].rows) > 1 else None,
         row_adapters({r: run.adapter for r, run in zip(at, runs, strict=True)}, R),
+        read=_sites_to_read(runs),
     )
     return places, at
 
@@ -196,11 +213,11 @@ def run_microbatch(
     vectors_PD: Array | None = None,
     output_kind: OutputKind = "logits",
     donate: bool = False,
-) -> tuple[jax.Array, KVCache]:
-    """Run a microbatch without any checks; return its output and the updated cache.
+) -> tuple[jax.Array, KVCache, Sites]:
+    """Run a microbatch without any checks; return its output, the updated cache, and what was read.
 
     The output is float32: logits `[R, 1 or T, V]` or last hidden states `[R, T, D]`. The caller
-    updates the cache's `cursor` and `next_position_B`.
+    updates the cache's `cursor` and `next_position_B`. Sites have their axes with one token.
 
     vectors_PD: input embeddings for the P = R * T places, instead of token ids. donate: write the
     cache in place.
@@ -208,12 +225,14 @@ def run_microbatch(
     pool = cache.frozen
     if microbatch.member_RB is None:
         step = _RUN_OWN[donate]
-        out, tail = step(cache.tail, pool, model, params, microbatch, vectors_PD, output_kind)
-        return out, cache.replace(tail=tail)
+        out, tail, sites = step(
+            cache.tail, pool, model, params, microbatch, vectors_PD, output_kind
+        )
+        return out, cache.replace(tail=tail), sites
     out, shared = _RUN_SHARED[donate](
         pool[0], cache.tail, model, params, microbatch, vectors_PD, output_kind
     )
-    return out, cache.replace(frozen=(shared,))
+    return out, cache.replace(frozen=(shared,)), {}
 
 
 def run_own_slots(
@@ -224,12 +243,12 @@ def run_own_slots(
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
-) -> tuple[jax.Array, Segment]:
-    out, delta, waits = _run_tokens(
+) -> tuple[jax.Array, Segment, Sites]:
+    out, delta, waits, sites = _run_tokens(
         model, params, (*pool, tail), microbatch, vectors_PD, output_kind
     )
     places = (microbatch.slot_RT, microbatch.row_R)
-    return out, write_slots(tail, cast_delta(delta, tail), *places, wait_for=waits)
+    return out, write_slots(tail, cast_delta(delta, tail), *places, wait_for=waits), sites
 
 
 def _run_shared_slots(
@@ -241,7 +260,7 @@ def _run_shared_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment]:
-    out, delta, _ = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
+    out, delta, *_ = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
     assert microbatch.member_RB is not None
     slot_P = microbatch.slot_RT.reshape(-1)
     new = cast_delta(delta, pool)
@@ -263,8 +282,8 @@ def _run_tokens(
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
-) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
-    """Return the output, the new keys and values, and what the cache's writes wait for."""
+) -> tuple[jax.Array, Any, tuple[jax.Array, ...], Sites]:
+    """Return the output, new keys and values, what the cache's writes wait for, and sites."""
     rows = microbatch.row_R
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
@@ -281,12 +300,17 @@ def _run_tokens(
         embeddings_BTD=vectors,
         row_B=rows,
         edits=take_rows(microbatch.edits, rows),
+        read=sites_to_record(microbatch.read),
     )
+    sites = {
+        name: x if name == "logits" else select_columns(x, microbatch.column_R)
+        for name, x in trace.read_sites(microbatch.read).items()
+    }
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
     if output_kind == "hidden":
-        return trace.hidden_states[-1].astype(jnp.float32), delta, trace.read_outputs
-    return trace.logits, delta, trace.read_outputs
+        return trace.hidden_states[-1].astype(jnp.float32), delta, trace.read_outputs, sites
+    return trace.logits, delta, trace.read_outputs, sites
 
 
 def _compile_step(step: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 `generate` runs the loop on the device; `stream` runs the same body once per token from Python.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Required, TypedDict, Unpack
 
 import jax
@@ -149,7 +149,7 @@ def generate(
             cache, state = newest
             if state.sites and (chosen is None or number in chosen):
                 found.append(to_host(state.sites))
-        return _make_result(state, cache, options).replace(sites=_join_steps(found))
+        return _make_result(state, cache, options).replace(sites=join_steps(found))
     mass, overflow = _requested_mass(options), options.get("overflow")
     is_simple = overflow is None and mass is False
     in_groups = is_simple and row_groups(model, cache.batch) is not None
@@ -192,7 +192,7 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     return until, {k: v for k, v in options.items() if k not in apart}
 
 
-def _join_steps(found: list[dict[str, Any]]) -> dict[str, Any]:
+def join_steps(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join what each step read on the axis of new tokens."""
     axes = {name: SITES[split_name(name)[1]].axes.index("T") for name in (found or [{}])[0]}
     return {name: np.concatenate([x[name] for x in found], axis) for name, axis in axes.items()}
