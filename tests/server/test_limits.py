@@ -30,7 +30,7 @@ def error_of(answer: Answer | None) -> Any:
 
 
 def test_small_pieces_are_sent_at_once() -> None:
-    """Connections do not collect small pieces: an answer's first token would wait 40 ms for them."""
+    """Connections do not wait for more to send: each answer would begin 40 ms later."""
 
     async def run() -> None:
         flags: asyncio.Queue[int] = asyncio.Queue()

@@ -119,7 +119,7 @@ def open_store(
         )
     multiple = 1 if few_rows or prefix_cache is None else prefix_cache.chunk
     texts = [check_int_array("a shared prefix", ids, TokenError) for ids in shared_prefixes]
-    usual = choose_adapters(params, np.full(1, NO_ADAPTER, np.int32))
+    usual = choose_adapters(params, jnp.full(1, NO_ADAPTER, jnp.int32))
     frozen = []
     for text_T in texts:
         alone = init_cache(model, 1, max(text_T.size, 1))

@@ -279,9 +279,10 @@ def _admit_request(
     read = check_read(model, request.read)
     if unfit := [name for name in read if split_name(name)[1] in WEIGHT_SITES]:
         raise ConfigError(f"a request of serve cannot read {unfit[0]}. Use forward")
-    steps = request.read_steps
-    if steps is not None:
-        steps = frozenset(check_int_array("read_steps", steps, SamplingError).ravel().tolist())
+    steps: frozenset[int] | None = None
+    if request.read_steps is not None:
+        given = check_int_array("read_steps", request.read_steps, SamplingError)
+        steps = frozenset(given.ravel().tolist())
     key = row_keys(request.seed, 1)[0]
     places = state.context.token_BL.shape[1]
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
