@@ -23,7 +23,8 @@ LAYERS = """
     inside adapters plan
     lm
     server
-    evaluate batch_inference
+    batch_inference
+    evaluate
     compress train
     cli
 """

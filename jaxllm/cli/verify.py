@@ -1,6 +1,8 @@
 """`jaxllm verify`: compare a checkpoint with transformers, or with another variant of it."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +64,8 @@ def verify(
     check_writable("--plot", plot)
     lm = loading.load(model)
     if invariance:
-        _verify_invariance(lm, length, new_tokens, as_json)
+        load = partial(loading.load, model, show_progress=False, invariant=True)
+        _verify_invariance(lm, load, length, new_tokens, as_json)
         return
     from jaxllm.evaluate.parity.report import to_json, to_png, to_text
     from jaxllm.evaluate.parity.tolerance import Tolerance
@@ -87,7 +90,9 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_invariance(lm: Any, length: int, new_tokens: int, as_json: bool) -> None:
+def _verify_invariance(
+    lm: Any, load: Callable[[], Any], length: int, new_tokens: int, as_json: bool
+) -> None:
     from jaxllm.evaluate.invariance import Finding, check_invariance
 
     def show(finding: Finding) -> None:
@@ -95,8 +100,9 @@ def _verify_invariance(lm: Any, length: int, new_tokens: int, as_json: bool) -> 
         write(f"{finding.way:<30}{result}\n")
 
     report = check_invariance(
-        lm, length=length, new_tokens=new_tokens, show=(lambda _: None) if as_json else show
-    )
+        lm, length=length, new_tokens=new_tokens, load=load,
+        show=(lambda _: None) if as_json else show,
+    )  # fmt: skip
     if as_json:
         write(json.dumps([finding._asdict() for finding in report.findings]) + "\n")
     if not report.promised:

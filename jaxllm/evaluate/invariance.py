@@ -7,11 +7,16 @@ layer, then a sampled continuation with its log-probabilities.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxllm.batch_inference.job import BatchJob
+from jaxllm.batch_inference.processes import ProcessWorkers
+from jaxllm.batch_inference.rows import Row
+from jaxllm.batch_inference.runner import stream
 from jaxllm.cache.batch_ops import fork
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import KVCache, init_cache
@@ -47,12 +52,18 @@ class InvarianceReport:
 
 
 def check_invariance(
-    lm: LM, *, length: int = 80, new_tokens: int = 24, show: Callable[[Finding], None] = print
+    lm: LM,
+    *,
+    length: int = 80,
+    new_tokens: int = 24,
+    show: Callable[[Finding], None] = print,
+    load: Callable[[], LM] | None = None,
 ) -> InvarianceReport:
     """Run a random text in many ways, and compare all bits; `show` receives each finding at once.
 
     Args:
         length: Tokens of the text; its continuation has `new_tokens`.
+        load: Loads the model in other processes, so it can be pickled; None: compare none.
     """
     lm = dataclasses.replace(lm, model=make_invariant(lm.model))
     rng = np.random.default_rng(0)
@@ -60,7 +71,10 @@ def check_invariance(
     others_RT = rng.integers(3, lm.config.vocab_size, (32, length)).astype(np.int32)
     findings = []
     for finding in itertools.chain(
-        _compare_passes(lm, text_T, others_RT), _compare_texts(lm, text_T, others_RT, new_tokens)
+        _compare_passes(lm, text_T, others_RT),
+        _compare_texts(lm, text_T, others_RT, new_tokens),
+        _compare_grammars(lm, text_T, new_tokens),
+        () if load is None else _compare_workers(lm, load, text_T, new_tokens),
     ):
         show(finding)
         findings.append(finding)
@@ -166,6 +180,45 @@ def _compare_texts(
     ):
         served = dict(lm.serve(requests, rows=4, capacity=capacity, prefix_cache=cache))
         yield _compare_text(name, wanted, served["it"])
+
+
+def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[Finding]:
+    """Compare a text with a grammar, whose forced tokens run one by one and in one pass."""
+    if lm.tokenizer is None or find_spec("llguidance") is None:
+        return
+    options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": 7}
+    options |= {"lark": 'start: "Once upon a time" /[a-z ,]{4,20}/ ". The end."'}
+    prompt = text_T.tolist()
+    wanted = lm.generate(prompt, fast_forward=False, **options)
+    yield _compare_text("forced tokens in one pass", wanted, lm.generate(prompt, **options))
+    request = {"prompt": prompt, **options}
+    requests = [{**request, "prompt": prompt[:9]}, {**request, "id": "it"}, request]
+    served = dict(lm.serve(requests, rows=2, capacity=text_T.size + new_tokens))
+    yield _compare_text("served with a grammar", wanted, served["it"])
+
+
+def _compare_workers(
+    lm: LM, load: Callable[[], LM], text_T: np.ndarray, new_tokens: int
+) -> Iterator[Finding]:
+    """Compare texts and log-probabilities of two processes with one thread each."""
+    prompts = [text_T.tolist(), text_T[::-1].tolist(), text_T[: text_T.size // 2].tolist()]
+    options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": 7}
+    wanted = [lm.generate(prompt, **options).tokens for prompt in prompts]
+
+    def run(task: str, **options: Any) -> list[dict[str, Any]]:
+        rows = [Row(i, i, {"prompt": prompt, **options}) for i, prompt in enumerate(prompts)]
+        job = BatchJob(task=task, options={}, group=1, threads=1)
+        return list(stream(rows, job, ProcessWorkers(load, 2)))
+
+    drawn = [answer.get("tokens") for answer in run("generate", **options)]
+    scored = run("score")
+    error = 0.0 if drawn == wanted else float("nan")
+    yield Finding("two workers of one thread", "" if drawn == wanted else "text", error)
+    error = max(
+        float(np.abs(np.asarray(answer["logprobs"], np.float32) - lm.log_probs(prompt)).max())
+        for prompt, answer in zip(prompts, scored, strict=True)
+    )
+    yield Finding("scored by two workers", "log-probabilities" if error else "", error)
 
 
 def _compare_text(way: str, wanted: Any, found: Any, logprobs: bool = True) -> Finding:
