@@ -8,6 +8,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
