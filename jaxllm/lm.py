@@ -43,6 +43,7 @@ from jaxllm.generation.completion import (
 from jaxllm.generation.embeddings import embeddings, log_probs
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.generation.options import (
     GenerateOptions,
     Kind,
@@ -248,6 +249,8 @@ class LM:
         rows: int = 8,
         capacity: int | None = None,
         prefix_cache: PrefixCache | None = None,
+        draft: "LM | PromptLookup | None" = None,
+        draft_tokens: int = 4,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests with continuous batching: requests join and leave while others run.
 
@@ -268,6 +271,10 @@ class LM:
             prefix_cache: holds prompts, so that later requests that begin like them run only the
                 rest (`Completion.cached_tokens`). It does not change any result. Pass the same one
                 to later calls to keep it.
+            draft: speculation in every row, by a smaller LM with the same vocabulary or by lookup
+                in the text, `jaxllm.PromptLookup()`. It does not change any result, and is used
+                while no row has prompt tokens to run (`Completion.draft_stats`).
+            draft_tokens: tokens that it proposes per row and pass.
 
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
@@ -275,7 +282,7 @@ class LM:
         capacity = self.config.default_cache_size if capacity is None else capacity
         return answer_requests(
             self, requests, self._read_request, rows=rows, capacity=capacity,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache, draft=draft, draft_tokens=draft_tokens,
         )  # fmt: skip
 
     def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest:

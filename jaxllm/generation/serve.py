@@ -24,6 +24,7 @@ from jaxllm.generation.completion import (
     TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 
@@ -133,6 +134,8 @@ def answer_requests(
     rows: int,
     capacity: int,
     prefix_cache: PrefixCache | None = None,
+    draft: LanguageModel | PromptLookup | None = None,
+    draft_tokens: int = 4,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
@@ -160,10 +163,21 @@ def answer_requests(
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
-    sizes: Any = {"rows": rows, "capacity": capacity}
-    model = make_invariant(lm.model)
-    for event in serve(model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
+    events = serve(
+        make_invariant(lm.model),
+        lm.params,
+        open_requests(),
+        rows=rows,
+        capacity=capacity,
+        prefix_cache=prefix_cache,
+        draft=(draft.model, draft.params) if isinstance(draft, LanguageModel) else draft,
+        draft_tokens=draft_tokens,
+    )
+    speculates = draft is not None
+    for event in events:
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
+        if speculates and isinstance(answer, Completion):
+            answer = dataclasses.replace(answer, draft_stats=event.draft_stats)
         if answer is not None:
             active.pop(event.id, None)
             yield names.pop(event.id), answer

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import jaxllm
 from jaxllm.server import model_process
 from jaxllm.server.frames import encode_frame
 from jaxllm.server.model_client import ModelClient
@@ -110,6 +111,30 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
         process.count_compile("/jax/other", 0.1)
         process._limit_programs()
     assert len(cleared) == 2
+
+
+@pytest.mark.more
+def test_warm_up_compiles_what_drafted_requests_need(
+    shallow: Any, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft model, requests that come one by one and at once compile nothing."""
+    lm = jaxllm.load(shallow("llama"))
+    frames, settings = _Frames(), ModelSettings(rows=4, load_draft=lambda: lm, draft_tokens=2)
+    process = ModelProcess(lm, settings, frames)  # type: ignore[arg-type]
+    process.warm_up()
+    before = len(compiled)
+    for number in range(1, 9):
+        text = "Once upon a time " * number
+        options = {"max_new_tokens": 12, "seed": 0, "temperature": number % 2}
+        process.receive({**GENERATE, "id": number, "prompt": text, "options": options})
+        if number < 4:
+            frames.wait_for(lambda frame: frame["id"] == number and "done" in frame)  # noqa: B023
+    for number in range(4, 9):
+        done = frames.wait_for(lambda frame: frame["id"] == number and "done" in frame)  # noqa: B023
+        proposed, accepted, drafts = done["done"]["draft_stats"]
+        assert 0 < drafts <= proposed
+        assert accepted == proposed or number % 2
+    assert compiled[before:] == []
 
 
 def test_drain_refuses_waiting_request(lm: Any) -> None:
