@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -27,6 +27,7 @@ from jaxllm.errors import (
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
+    from jaxllm.generation.background import BackgroundServer
     from jaxllm.generation.completion import Completion, StreamChunk
     from jaxllm.generation.loops.prompt_lookup import PromptLookup
     from jaxllm.lm import LM
@@ -145,31 +146,27 @@ class ModelProcess:
 
         With a draft, also those without: beside a prompt, rows decode one token per step.
         """
-        for speculation in [{}, self._speculation] if self._speculation else [{}]:
-            self._warm_up(**self._options, **speculation)
+        from jaxllm.generation.background import BackgroundServer
 
-    def _warm_up(self, **options: Any) -> None:
+        if self._speculation:
+            plain = BackgroundServer(self.lm, **self._options)
+            self._warm_up(plain)
+            plain.close()
+        self._warm_up(self._server)
+
+    def _warm_up(self, server: "BackgroundServer") -> None:
         widths = [n for n in (1, 2, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
         counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
-        unfinished = 0
-
-        def arrive() -> Iterator[dict[str, Any] | None]:
-            nonlocal unfinished
-            for count, length in itertools.product(counts, widths):
-                if count > 1 and length not in (2, 8):
-                    continue
-                for sampling in ({}, {"temperature": 1.0}) if length == 1 else ({},):
-                    request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
-                    request |= {"namespace": "warm-up", "on_chunk": bool, **sampling}
-                    unfinished = count
-                    yield from [request] * count
-                    while unfinished:
-                        yield None
-
-        for _, answer in self.lm.serve(arrive(), **options):
-            unfinished -= 1
-            if isinstance(answer, JaxllmError):
-                raise answer
+        for count, length in itertools.product(counts, widths):
+            if count > 1 and length not in (2, 8):
+                continue
+            for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
+                request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
+                request |= {"namespace": "warm-up", "on_chunk": bool, **options}
+                with server.hold():
+                    running = [server.submit(request) for _ in range(count)]
+                for answer in running:
+                    answer.result()
 
     def _describe_cache(self) -> Frame:
         if self._prefix_cache is None:

@@ -224,6 +224,20 @@ def test_nan_draft_and_nan_row_are_isolated() -> None:
         assert results(found) == wanted
 
 
+def test_lm_serve_returns_draft_stats(shallow: Any) -> None:
+    """A text of a grammar that repeats itself: fewer passes, with the same completion."""
+    lm = jaxllm.load(shallow("llama"), dtype="float32")
+    regex = {"regex": "(the cat sat on the mat, ){9}", "temperature": 1.0, "seed": 4}
+    request = {"prompt": "Once", "max_new_tokens": 40, "stop_strings": ["zebra"], **regex}
+    [(_, plain)] = lm.serve([request], rows=1, capacity=64)
+    assert plain.draft_stats is None
+    for draft in (lm, jaxllm.PromptLookup(ngram=2)):
+        [(_, found)] = lm.serve([request], rows=1, capacity=64, draft=draft, draft_tokens=3)
+        assert found == dataclasses.replace(plain, draft_stats=found.draft_stats)
+        proposed, accepted, drafts = found.draft_stats
+        assert 20 < accepted <= proposed <= 3 * drafts
+
+
 def test_draft_does_not_recompile_for_new_requests(compiled: list[str]) -> None:
     """Other prompts, budgets and seeds compile nothing."""
 

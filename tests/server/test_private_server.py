@@ -79,10 +79,14 @@ def test_cached_prompt_keeps_bits_and_stays_with_its_key(private: Private) -> No
 
 
 def test_metrics_count_drafts(private: Private) -> None:
-    """A text that repeats itself is drafted, with the answer of a model without a draft."""
-    prompt = "One two three. " * 20
-    answer = private.ask(prompt)
-    [(_, alone)] = private.lm.serve([{"prompt": prompt, "max_new_tokens": 6, "adapter": "base"}])
+    """A text that repeats itself is drafted; it is that of a model without a draft."""
+    options: dict[str, Any] = {"regex": "(One day, a cat. ){40}", "seed": 1}
+    with private.client(KEYS[0]) as client:
+        answer = client.completions.create(
+            model="demo:llama", prompt="Once", max_tokens=40, logprobs=2, extra_body=options
+        )
+    request = {"prompt": "Once", "max_new_tokens": 40, "temperature": 1.0, "adapter": "base"}
+    [(_, alone)] = private.lm.serve([{**request, **options}])
     assert answer.choices[0].text == alone.text
     assert answer.choices[0].logprobs.token_logprobs == alone.logprobs
     transport = httpx.HTTPTransport(uds=private.socket)

@@ -108,8 +108,9 @@ def catch_up(
     lengths: by row, how many first tokens of its text the model has run, and how many it needs.
     alone: as for `split_microbatches`. Returns the draft, and how many it has run then.
     """
-    if draft.cache is None or not isinstance(draft.source, Model):
+    if not isinstance(draft.source, Model):
         return draft, {row: needed for row, (_, needed) in lengths.items()}
+    assert draft.cache is not None and draft.params is not None
     cache, text_BL, ran, runs = draft.cache, None, {}, []
     for row, (start, needed) in lengths.items():
         ran[row] = stop = min(needed, start + chunk)
