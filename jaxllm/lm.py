@@ -43,6 +43,7 @@ from jaxllm.generation.completion import (
 from jaxllm.generation.embeddings import embeddings, log_probs
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.generation.options import (
     GenerateOptions,
     Kind,
@@ -249,6 +250,8 @@ class LM:
         capacity: int | None = None,
         prefix_cache: PrefixCache | None = None,
         shared_prefixes: Sequence[Prompt] = (),
+        draft: "LM | PromptLookup | None" = None,
+        draft_tokens: int = 4,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests with continuous batching: requests join and leave while others run.
 
@@ -274,6 +277,10 @@ class LM:
             shared_prefixes: texts or token ids that many prompts begin with, such as a system
                 message. They run once, and all requests without adapter and edits read their keys
                 and values in place. They do not change any result.
+            draft: speculation in every row, by a smaller LM with the same vocabulary or by lookup
+                in the text, `jaxllm.PromptLookup()`. It does not change any result, and is used
+                while no row has prompt tokens to run (`Completion.draft_stats`).
+            draft_tokens: tokens that it proposes per row and pass.
 
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
@@ -281,7 +288,7 @@ class LM:
         capacity = self.config.default_cache_size if capacity is None else capacity
         return answer_requests(
             self, requests, self._read_request, rows=rows, capacity=capacity,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache, draft=draft, draft_tokens=draft_tokens,
             shared_prefixes=[self.encode(text) for text in shared_prefixes],
         )  # fmt: skip
 

@@ -41,6 +41,8 @@ def serve(
     chat_template: Path | None = None,
     pooling: str = "mean",
     steer: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="MODEL")] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1)] = 4,
     *,
     loading: LoadingOptions,
 ) -> None:
@@ -71,6 +73,9 @@ def serve(
       chat_template: Jinja file to use instead of the checkpoint's chat template.
       pooling: Pooling of embeddings: mean, last or cls.
       steer: Steering vector that requests may name, GGUF or safetensors; repeatable.
+      draft: Draft model for speculative decoding, smaller, with the same vocabulary; or lookup, to
+        repeat what followed the same words before. Answers have the same bits with and without.
+      draft_tokens: Tokens that it proposes per pass of the model.
     """
     try:
         from jaxllm.server.app import build_app
@@ -101,6 +106,8 @@ def serve(
             parse_bytes("--prefix-cache", prefix_cache),
             tuple(file.read_text("utf-8").rstrip("\n") for file in public_prefix or ()),
             vectors=read_names(steer or []),
+            load_draft=partial(load_draft, loading, draft) if draft else None,
+            draft_tokens=draft_tokens,
         ),
         log=lambda line: log(f"jaxllm: {line}"),
     )
@@ -134,6 +141,16 @@ def load_model(loading: LoadingOptions, model: str, chat_template: Path | None) 
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
     return lm
+
+
+def load_draft(loading: LoadingOptions, draft: str) -> Any:
+    """Load the draft model, in the model's process; "lookup" needs none."""
+    from jaxllm.cli.options import load_model as load
+    from jaxllm.generation.loops.prompt_lookup import PromptLookup
+
+    if draft == "lookup":
+        return PromptLookup()
+    return load(draft, loading.dtype, loading.cache_dtype, show_progress=False)
 
 
 def parse_bytes(flag: str, text: str) -> int:

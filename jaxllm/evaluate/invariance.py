@@ -21,6 +21,7 @@ from jaxllm.cache.batch_ops import fork
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.lm import LM
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.steps import forward
@@ -180,6 +181,11 @@ def _compare_texts(
     ):
         served = dict(lm.serve(requests, rows=4, capacity=capacity, prefix_cache=cache))
         yield _compare_text(name, wanted, served["it"])
+    if has_invariant_rows(lm.model, lm.params):  # else `serve` refuses a draft
+        drafted = lm.serve(
+            [*crowd[:3], request], rows=4, capacity=capacity, draft=PromptLookup(ngram=1)
+        )
+        yield _compare_text("served with speculation", wanted, dict(drafted)["it"])
 
 
 def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.errors import ClosedError, JaxllmError, OverloadError
@@ -95,6 +95,10 @@ class BackgroundServer:
         except (JaxllmError, RuntimeError) as error:
             future.set_exception(error)
         return future
+
+    def hold(self) -> AbstractContextManager[Any]:
+        """Return a block in which no request starts, so that those submitted start together."""
+        return self._change
 
     async def stream(
         self, request: Mapping[str, Any], *, on_start: Callable[[], Any] | None = None

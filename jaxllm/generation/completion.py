@@ -21,6 +21,7 @@ from jaxllm.errors import (
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import GenerateKwargs, GenerateResult
 from jaxllm.generation.loops.overflow import OverflowPolicy
+from jaxllm.generation.loops.speculative import DraftStats
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.grammar.grammar import Matcher
 from jaxllm.ops.padding import pad_rows
@@ -112,7 +113,8 @@ class Completion:
             continuation without its last token.
         top_logprobs: the likeliest tokens of each step, if requested.
         score: the score of a beam.
-        draft_stats: with speculative decoding, the numbers of proposed and of accepted tokens.
+        draft_stats: with speculative decoding, the numbers of proposed and of accepted tokens, and
+            of drafts.
         seed: the seed used, which reproduces a result of seed="random".
         grammar_complete: whether the text is one of the grammar, None without one. A text that
             ends by its limit of tokens, a stop string or a criterion may be only a beginning.
@@ -128,7 +130,7 @@ class Completion:
     cache: KVCache | None = dataclasses.field(default=None, repr=False, compare=False)
     top_logprobs: list[TopLogprobs] | None = None
     score: float | None = None
-    draft_stats: tuple[int, int] | None = None
+    draft_stats: DraftStats | None = None
     seed: int = dataclasses.field(default=0, compare=False)
     grammar_complete: bool | None = None
     cached_tokens: int = dataclasses.field(default=0, compare=False)

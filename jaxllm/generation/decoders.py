@@ -32,7 +32,7 @@ from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.generation.loops.speculative import Acceptance, speculative_generate
+from jaxllm.generation.loops.speculative import Acceptance, DraftStats, speculative_generate
 from jaxllm.generation.sampling.grammar_mask import only_masks
 from jaxllm.ops.padding import pad_rows
 
@@ -165,11 +165,12 @@ class SpeculativeDecoding(Decoder):
         )
         rows = result.token_BT, result.length_B, result.finish_B
         return [
-            dataclasses.replace(c, draft_stats=(int(proposed), int(accepted)))
-            for c, proposed, accepted in zip(
+            dataclasses.replace(c, draft_stats=DraftStats(*map(int, counts)))
+            for c, *counts in zip(
                 make_completions(lm, prompts, *rows, config),
                 np.asarray(result.proposed_B),
                 np.asarray(result.accepted_B),
+                np.asarray(result.drafts_B),
                 strict=True,
             )
         ]

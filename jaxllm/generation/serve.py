@@ -24,6 +24,7 @@ from jaxllm.generation.completion import (
 )
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import join_steps
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 
@@ -138,6 +139,7 @@ def answer_requests(
     *,
     rows: int,
     capacity: int,
+    draft: LanguageModel | PromptLookup | None = None,
     **options: Any,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
@@ -167,8 +169,12 @@ def answer_requests(
                 yield RejectedRequest(number, error)
 
     options |= {"rows": rows, "capacity": capacity}
+    options |= {"draft": (draft.model, draft.params) if isinstance(draft, LanguageModel) else draft}
+    speculates = draft is not None
     for event in serve(make_invariant(lm.model), lm.params, open_requests(), **options):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
+        if speculates and isinstance(answer, Completion):
+            answer = dataclasses.replace(answer, draft_stats=event.draft_stats)
         if answer is not None:
             active.pop(event.id, None)
             yield names.pop(event.id), answer

@@ -41,6 +41,11 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found.")
+        self.draft_counts = (  # in the order of `DraftStats`
+            counter("spec_decode_num_draft_tokens", "Tokens that a draft proposed."),
+            counter("spec_decode_num_accepted_tokens", "Those of them that the model accepted."),
+            counter("spec_decode_num_drafts", "Proposals of tokens."),
+        )
         self._success = counter("request_success", "Finished requests.", "finished_reason")
         self._failure = counter("request_failure", "Refused requests and failures.", "status")
         self._first = histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
@@ -96,6 +101,8 @@ class _Request:
             m.prompt_tokens.inc(done["prompt_tokens"])
             m.cache_queries.inc(done["prompt_tokens"])
             m.cache_hits.inc(done["cached_tokens"])
+            for count, number in zip(m.draft_counts, done["draft_stats"], strict=False):
+                count.inc(number)
             m._prompt.observe(done["prompt_tokens"])
             m._new.observe(done["completion_tokens"])
             m._whole.observe(now - self._arrival)

@@ -27,7 +27,9 @@ from jaxllm.errors import (
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
+    from jaxllm.generation.background import BackgroundServer
     from jaxllm.generation.completion import Completion, StreamChunk
+    from jaxllm.generation.loops.prompt_lookup import PromptLookup
     from jaxllm.lm import LM
 
 Frame = dict[str, Any]
@@ -48,7 +50,8 @@ class ModelSettings:
     max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
     prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
     values the requests of all API keys read in place. warms_up: compile before the first request.
-    vectors: files of steering vectors by name.
+    vectors: files of steering vectors by name. load_draft, draft_tokens: as the draft of
+    `LM.serve`; a picklable function loads it.
     """
 
     rows: int = 8
@@ -60,6 +63,8 @@ class ModelSettings:
     public_prefixes: tuple[str, ...] = ()
     warms_up: bool = True
     vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    load_draft: Callable[[], "LM | PromptLookup"] | None = None
+    draft_tokens: int = 4
 
 
 def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: ModelSettings) -> None:
@@ -109,11 +114,20 @@ class ModelProcess:
         self._prefix_cache = (
             PrefixCache(settings.prefix_bytes, chunk) if lm.config.segment_length is None else None
         )
+        self._options: dict[str, Any] = {
+            "rows": self.rows, "capacity": self.capacity, "prefix_cache": self._prefix_cache,
+            "shared_prefixes": _encode_prefixes(lm, settings.public_prefixes),
+        }  # fmt: skip
+        self._speculation: dict[str, Any] = {}
+        if settings.load_draft is not None:
+            self._speculation = {
+                "draft": settings.load_draft(),
+                "draft_tokens": settings.draft_tokens,
+            }
+            list(lm.serve([], **self._options, **self._speculation))  # checks them
         self._server = BackgroundServer(
-            lm, rows=self.rows, capacity=self.capacity,
+            lm, **self._options, **self._speculation,
             max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
-            prefix_cache=self._prefix_cache,
-            shared_prefixes=_encode_prefixes(lm, settings.public_prefixes),
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
@@ -129,16 +143,29 @@ class ModelProcess:
         }
 
     def warm_up(self) -> None:
-        """Compile the programs of prompts of any length, and of decoding any number of rows."""
-        widths = [n for n in (1, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
+        """Compile the programs of prompts of any length, and of decoding any number of rows.
+
+        With a draft, also those without: beside a prompt, rows decode one token per step.
+        """
+        from jaxllm.generation.background import BackgroundServer
+
+        if self._speculation:
+            plain = BackgroundServer(self.lm, **self._options)
+            self._warm_up(plain)
+            plain.close()
+        self._warm_up(self._server)
+
+    def _warm_up(self, server: "BackgroundServer") -> None:
+        widths = [n for n in (1, 2, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
         counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
         for count, length in itertools.product(counts, widths):
-            if count > 1 and length != 8:
+            if count > 1 and length not in (2, 8):
                 continue
             for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
                 request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
                 request |= {"namespace": "warm-up", "on_chunk": bool, **options}
-                running = [self._server.submit(request) for _ in range(count)]
+                with server.hold():
+                    running = [server.submit(request) for _ in range(count)]
                 for answer in running:
                     answer.result()
 
@@ -430,6 +457,7 @@ def describe_completion(completion: "Completion") -> Frame:
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": len(completion.tokens),
         "cached_tokens": completion.cached_tokens,
+        "draft_stats": list(completion.draft_stats or ()),
         "seed": completion.seed,
         "grammar_complete": completion.grammar_complete,
     }

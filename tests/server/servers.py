@@ -15,7 +15,8 @@ from scripts.tools.hostile.client import Answer, Connection, encode_request
 
 Frame = dict[str, Any]
 DONE = {"done": {"finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 1,
-                 "cached_tokens": 0, "seed": 0, "grammar_complete": None}}  # fmt: skip
+                 "cached_tokens": 0, "draft_stats": [], "seed": 0,
+                 "grammar_complete": None}}  # fmt: skip
 INFO = {"context": 64, "rows": 2, "adapters": [], "vocab_size": 131, "special_tokens": {},
         "chat_template": None, "model": "stub"}  # fmt: skip
 Script = Callable[[Frame], AsyncGenerator[Frame]]

@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+import jaxllm
 from jaxllm.server import model_process
 from jaxllm.server.frames import encode_frame
 from jaxllm.server.model_client import ModelClient
@@ -110,6 +112,29 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
         process.count_compile("/jax/other", 0.1)
         process._limit_programs()
     assert len(cleared) == 2
+
+
+@pytest.mark.more
+def test_warm_up_compiles_what_drafted_requests_need(shallow: Any, compiled: list[str]) -> None:
+    """With a draft model, requests that come one by one compile nothing."""
+    lm = jaxllm.load(shallow("llama"))
+    frames, settings = _Frames(), ModelSettings(rows=4, load_draft=lambda: lm, draft_tokens=2)
+    process = ModelProcess(lm, settings, frames)  # type: ignore[arg-type]
+    process.warm_up()
+    before = len(compiled)
+    for number in range(1, 9):
+        options = {"max_new_tokens": 12, "seed": 0, "temperature": number % 2}
+        request = {**GENERATE, "id": number, "prompt": "Once upon a time " * number}
+        process.receive({**request, "options": options})
+        done = frames.wait_for(partial(is_end, number))["done"]
+        proposed, accepted, drafts = done["draft_stats"]
+        assert 0 < drafts < proposed == accepted
+    assert compiled[before:] == []
+
+
+def is_end(number: int, frame: Any) -> bool:
+    """Whether a frame is the last of a request."""
+    return frame["id"] == number and "done" in frame
 
 
 def test_drain_refuses_waiting_request(lm: Any) -> None:

@@ -1,6 +1,7 @@
 """A server on a Unix socket with keys, an adapter and a public prefix: who shares what."""
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def private(tmp_path_factory: pytest.TempPathFactory, lm: Any) -> Iterator[Priva
     with start_server(
         "--unix", str(folder / "s"), "--adapter", f"style={folder / 'style'}",
         "--api-key-file", str(folder / "keys"), "--public-prefix", str(folder / "rules"),
-        "--rows", "2",
+        "--rows", "2", "--draft", "lookup", "--draft-tokens", "3",
     ) as running:  # fmt: skip
         assert running.url == f"unix:{folder / 's'}"
         both = jaxllm.load("demo:llama", adapters={"style": folder / "style"})
@@ -75,6 +76,28 @@ def test_cached_prompt_keeps_bits_and_stays_with_its_key(private: Private) -> No
     assert cached(other) == 1
     assert other.choices == first.choices
     assert private.ask(TALE, model="style").usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_metrics_count_drafts(private: Private) -> None:
+    """A text that repeats itself is drafted; it is that of a model without a draft."""
+    options: dict[str, Any] = {"regex": "(One day, a cat. ){40}", "seed": 1}
+    with private.client(KEYS[0]) as client:
+        answer = client.completions.create(
+            model="demo:llama", prompt="Once", max_tokens=40, logprobs=2, extra_body=options
+        )
+    request = {"prompt": "Once", "max_new_tokens": 40, "temperature": 1.0, "adapter": "base"}
+    [(_, alone)] = private.lm.serve([{**request, **options}])
+    assert answer.choices[0].text == alone.text
+    assert answer.choices[0].logprobs.token_logprobs == alone.logprobs
+    transport = httpx.HTTPTransport(uds=private.socket)
+    with httpx.Client(transport=transport, trust_env=False) as client:
+        headers = {"X-Api-Key": KEYS[0]}
+        page = client.get("http://localhost/metrics", headers=headers).text
+    counts = {
+        name: float(re.search(rf"^jaxllm:spec_decode_num_{name}_total{{.*}} (.*)$", page, re.M)[1])
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"] <= 3 * counts["drafts"]
 
 
 def test_public_prefix_is_shared_between_keys(private: Private) -> None:

@@ -6,9 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxllm.cache.kv import EMPTY
 from jaxllm.errors import SamplingError
-from jaxllm.generation.loops.finish import put_rows, select_rows, set_column, take_rows
+from jaxllm.generation.loops.finish import (
+    NO_TOKEN,
+    put_rows,
+    select_rows,
+    set_column,
+    take_rows,
+)
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
 from jaxllm.ops.row_sums import log_softmax
 
@@ -19,7 +27,8 @@ class Drawn(NamedTuple):
     """The tokens drawn in one step; with a leading axis of steps, those of a burst.
 
     finite_B: whether the row's logits are finite. top_token_BN, top_logprob_BN: the N likeliest
-    tokens, if requested.
+    tokens, if requested. In a burst: draft_B, the draft's token or -1; valid_B, whether the token
+    belongs to the text.
     """
 
     token_B: Any
@@ -27,6 +36,8 @@ class Drawn(NamedTuple):
     finite_B: Any
     top_token_BN: Any = None
     top_logprob_BN: Any = None
+    draft_B: Any = None
+    valid_B: Any = None
 
 
 def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Hashable, Sampler]:
@@ -133,3 +144,35 @@ def draw(
     drawn, *then = draw_by_kind(some_context, some_samplers, kind_KR, out_R1V[:, 0], top)
     context, samplers = put_rows(state, row_R, tuple(then))
     return drawn, context, samplers
+
+
+def empty_context(rows: int, capacity: int) -> Context:
+    """Return the context of empty rows; a text may have one token more than its cache."""
+    zeros_B = np.zeros(rows, np.int32)
+    token_BL = np.full((rows, capacity + 1), NO_TOKEN, np.int32)
+    token_BL, prompt_B, length_B = jax.device_put((token_BL, zeros_B, zeros_B.copy()))
+    return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
+
+
+def stack_sampler(sampler: Sampler, rows: int) -> Sampler:
+    """Return the samplers of a kind, the same in all rows."""
+    stacked: Sampler = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), sampler)
+    return stacked
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def fill_row(
+    position_BS: jax.Array,
+    context: Context,
+    stacked: Sampler,
+    row: jax.Array,
+    text: tuple[jax.Array, jax.Array, jax.Array],
+    sampler: Sampler,
+) -> tuple[jax.Array, Context, Sampler]:
+    """Clear a row of the cache and give it a new text and sampler."""
+    token_L, length, key = text
+    filled = Context(token_L, length, length, key)
+    context, stacked = jax.tree.map(
+        lambda old, new: old.at[row].set(new), (context, stacked), (filled, sampler)
+    )
+    return position_BS.at[row].set(EMPTY), context, stacked

@@ -1,4 +1,9 @@
-"""Multi-step decoding: several tokens for every active row in one compiled loop."""
+"""Multi-step decoding: several tokens for every active row in one compiled loop.
+
+A round runs each row's newest token, and the tokens that a draft proposes after it, in one pass.
+Each column's token is drawn as without a draft, and the row goes on with the next column while the
+draft was right. Only tokens of the text enter the cache: a draft changes nothing but the speed.
+"""
 
 from functools import partial
 from typing import Any
@@ -6,77 +11,113 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import EMPTY, Segment
-from jaxllm.cache.slot_update import NO_SLOT
+from jaxllm.cache.kv import EMPTY, Segment, cast_delta
+from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
-from jaxllm.generation.batching.slots import Microbatch, run_own_slots
-from jaxllm.generation.loops.finish import put_rows, take_rows
+from jaxllm.generation.batching.drafting import propose_tokens
+from jaxllm.generation.batching.slots import Microbatch, run_tokens
+from jaxllm.generation.loops.finish import NO_TOKEN, mask_draft, put_rows, take_rows
+from jaxllm.generation.loops.prompt_lookup import PromptLookup, last_tokens
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
-@partial(jax.jit, static_argnums=(3, 10, 13), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(3, 10, 11, 14), donate_argnums=(0, 1, 2))
 def decode_burst(
-    tail: Segment,
+    tails: tuple[Segment, Segment | None],
     context: Context,
     samplers: Samplers,
-    model: Model,
-    params: Params,
+    models: tuple[Model, Model | PromptLookup | None],
+    params: tuple[Params, Params | None],
     frozen: tuple[Segment, ...],
     row_R: jax.Array | None,
     kind_KR: jax.Array,
-    newest_R: jax.Array,
+    limit_R: jax.Array,
     eos_RE: jax.Array,
     burst: int,
-    steps: jax.Array,
+    width: int,
+    rounds: jax.Array,
     adapter_R: jax.Array | None = None,
     top: int = 0,
     edits: Edits = NO_EDITS,
-) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
-    """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
+) -> tuple[jax.Array, Drawn, tuple[Segment, Segment | None], Context, Samplers]:
+    """Decode up to `rounds` rounds in every live row; stop after the round in which a row ends.
 
-    frozen: the cache's other segments. row_R, adapter_R, edits: as in `Microbatch`. kind_KR: kinds
-    of samplers; a row without one is not live. steps: at most `burst`, which is static. top: as in
-    `draw_by_kind`. Returns the number of steps, `[]`, then the tokens of all steps, `[burst, R]`,
-    and the new state.
+    tails, models, params: the model's, and the draft's if it has any. frozen: the cache's other
+    segments. row_R, adapter_R, edits: as in `Microbatch`. kind_KR: kinds of samplers; a row without
+    one is not live. limit_R: length at which a row's text ends. rounds: at most `burst`, which is
+    static, as are `width`, the number of tokens to propose, and `top`, as in `draw_by_kind`.
+    Returns the number of rounds, `[]`, then the tokens of all rounds and columns, `[burst,
+    width + 1, R]`, and the new state.
     """
     live_R = kind_KR.any(axis=0)
-    zeros_R = jnp.zeros(live_R.shape, jnp.int32)
-    blank = jnp.zeros((burst, *live_R.shape))
-    results = Drawn(blank.astype(jnp.int32), blank, blank.astype(bool))
+    model, source = models
+    blank = jnp.zeros((burst, width + 1, *live_R.shape))
+    whole, no = blank.astype(jnp.int32), blank.astype(bool)
+    results = Drawn(whole, blank, no, draft_B=whole, valid_B=no)
     if top:
         blank = jnp.zeros((*blank.shape, top))
         results = results._replace(top_token_BN=blank.astype(jnp.int32), top_logprob_BN=blank)
 
     def is_unfinished(carry: Any) -> jax.Array:
         i, ended, *_ = carry
-        going: jax.Array = (i < steps) & ~ended
+        going: jax.Array = (i < rounds) & ~ended
         return going
 
-    def decode_token(carry: Any) -> Any:
-        i, _, newest_R, results, tail, context, samplers = carry
-        at_R = context.length_B - 1  # the newest token is in the text but has not run
+    def run_round(carry: Any) -> Any:
+        i, _, results, (tail, its_tail), context, samplers = carry
+        token_RT = last_tokens(context, 1)  # in the text, but has not run
+        if source is not None:
+            draft_RK, its_tail = propose_tokens(
+                source, params[1], its_tail, width, row_R, context, samplers, kind_KR, limit_R
+            )
+            ends_RK = (draft_RK[:, :, None] == eos_RE[:, None]).any(axis=2)
+            draft_RK = mask_draft(draft_RK, limit_R - context.length_B - 1, ends_RK)
+            token_RT = jnp.concatenate([token_RT, draft_RK], axis=1)
+        at_RT = context.length_B[:, None] + jnp.arange(-1, width, dtype=jnp.int32)[None]
         places = Microbatch(
             row_R=row_R,
-            token_RT=newest_R[:, None],
-            position_RT=jnp.where(live_R, at_R, EMPTY)[:, None],
-            slot_RT=jnp.where(live_R, at_R, NO_SLOT)[:, None],
+            token_RT=token_RT,
+            position_RT=jnp.where(live_R[:, None] & (token_RT >= 0), at_RT, EMPTY),
+            slot_RT=None,
             length_R=context.length_B,
-            column_R=zeros_R,
+            column_R=None,
             member_RB=None,
             adapter_R=adapter_R,
             edits=edits,
         )
-        out, tail, _ = run_own_slots(tail, frozen, model, params, places, None, "logits")
-        drawn, context, samplers = draw_by_kind(context, samplers, kind_KR, out[:, 0], top)
-        results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
-        ends_R = (drawn.token_B[:, None] == eos_RE).any(axis=1) | ~drawn.finite_B
-        return i + 1, (live_R & ends_R).any(), drawn.token_B, results, tail, context, samplers
+        out_RTV, delta, waits, _ = run_tokens(
+            model, params[0], (*frozen, tail), places, None, "logits"
+        )
 
-    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_R, results)
+        def draw_column(carry: Any, column: Any) -> Any:
+            going_R, ended_R, context, samplers = carry
+            out_RV, draft_R = column
+            drawn, context, samplers = draw_by_kind(
+                context, samplers, kind_KR & going_R[None], out_RV, top
+            )
+            ends_R = (drawn.token_B[:, None] == eos_RE).any(axis=1) | ~drawn.finite_B
+            ends_R |= context.length_B >= limit_R
+            drawn = drawn._replace(draft_B=draft_R, valid_B=going_R)
+            ended_R |= going_R & ends_R
+            going_R &= ~ends_R & (drawn.token_B == draft_R)
+            return (going_R, ended_R, context, samplers), drawn
+
+        draft_RT = jnp.pad(token_RT[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+        (_, ended_R, context, samplers), drawn = jax.lax.scan(
+            draw_column,
+            (live_R, jnp.zeros_like(live_R), context, samplers),
+            (jnp.moveaxis(out_RTV, 1, 0), draft_RT.T),
+        )
+        slot_RT = jnp.where(drawn.valid_B.T, at_RT, NO_SLOT)
+        tail = write_slots(tail, cast_delta(delta, tail), slot_RT, row_R, wait_for=waits)
+        results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
+        return i + 1, ended_R.any(), results, (tail, its_tail), context, samplers
+
+    start: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), results, tails)
     state = take_rows((context, samplers), row_R)
-    loop: Any = jax.lax.while_loop(is_unfinished, decode_token, (*nothing, tail, *state))
-    done, _, _, results, tail, *state = loop
-    return done, results, tail, *put_rows((context, samplers), row_R, tuple(state))
+    loop: Any = jax.lax.while_loop(is_unfinished, run_round, (*start, *state))
+    done, _, results, tails, *state = loop
+    return done, results, tails, *put_rows((context, samplers), row_R, tuple(state))

@@ -5,10 +5,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from jaxllm.errors import JaxllmError
-from jaxllm.generation.loops.finish import Finish
+from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.generation.loops.finish import Finish, pad_eos_ids
+from jaxllm.generation.loops.speculative import NO_DRAFTS, DraftStats
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+from jaxllm.models.inputs import check_longrope_limit, warn_dynamic_ntk
+from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.steps import EditMap
+from jaxllm.weights.model import Model
 
 MAX_TOP_LOGPROBS = 20
 
@@ -66,13 +70,15 @@ class StepStats:
     """Statistics of the step that produced an event.
 
     Attributes:
-        index: Step number; 1 is the first, and 0 precedes any step.
+        index: Step number; 1 is the first, and 0 precedes any step. A step is one token of some
+            rows, also where a draft lets one pass of the model yield several.
         decode_tokens: Rows that ran a generated token in this step.
         prompt_tokens: Prompt tokens that ran in this step.
         busy_rows: Occupied rows.
         rows: Total rows.
         generated_tokens: Tokens generated since the loop started.
         elapsed_seconds: Time since the loop started.
+        draft_stats: Of all rows, since the loop started.
     """
 
     index: int
@@ -82,6 +88,7 @@ class StepStats:
     rows: int
     generated_tokens: int
     elapsed_seconds: float
+    draft_stats: DraftStats = NO_DRAFTS
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,6 +112,7 @@ class Event:
         cached_tokens: Prompt tokens that came from the prefix cache.
         sites: What was read in the step that predicted the token: NumPy arrays by site, of one row
             and one token.
+        draft_stats: Of the request so far.
     """
 
     id: Hashable
@@ -116,3 +124,29 @@ class Event:
     top_logprobs: list[tuple[int, float]] | None = None
     cached_tokens: int = 0
     sites: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    draft_stats: DraftStats = NO_DRAFTS
+
+
+def check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
+    """Validate a request; return its prompt as int32."""
+    prompt_T = check_int_array("a prompt", request.prompt, TokenError)
+    if prompt_T.ndim != 1 or not prompt_T.size:
+        raise TokenError(f"a prompt must be a list of token ids, got {request.prompt!r:.60}")
+    pad_eos_ids(request.eos_token_ids)
+    if not isinstance(request.sampler, Sampler):
+        raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
+    new = check_int("max_new_tokens", request.max_new_tokens, 1)
+    check_token_ids(prompt_T, model.config.vocab_size, "the prompt: ")
+    widest = min(MAX_TOP_LOGPROBS, model.config.vocab_size)
+    check_int("top_logprobs", request.top_logprobs, 0, widest)
+    if not isinstance(request.namespace, str):
+        raise SamplingError(f"namespace must be a text, got {request.namespace!r:.60}")
+    needed = prompt_T.size + new - 1  # the last token never runs
+    check_longrope_limit(prompt_T.size, needed, model.config)
+    warn_dynamic_ntk(prompt_T.size, needed, model.config)
+    limit = min(capacity, model.config.position_limit)
+    if needed > limit:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
+        )
+    return prompt_T.astype(np.int32)

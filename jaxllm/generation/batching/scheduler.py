@@ -8,17 +8,23 @@ cache is written in place. A rejected request does not affect the others.
 import dataclasses
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
+from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
-from jaxllm.generation.batching.batched_sampling import Drawn, draw, fit_sampler
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError
+from jaxllm.generation.batching.batched_sampling import (
+    Drawn,
+    draw,
+    empty_context,
+    fill_row,
+    fit_sampler,
+    stack_sampler,
+)
+from jaxllm.generation.batching.drafting import NO_DRAFT, Draft, DraftSource, catch_up, open_draft
 from jaxllm.generation.batching.multi_step import decode_burst
 from jaxllm.generation.batching.prefix_store import Prefix, PrefixStore, open_store, read_prefix
 from jaxllm.generation.batching.requests import (
@@ -27,6 +33,7 @@ from jaxllm.generation.batching.requests import (
     RejectedRequest,
     Request,
     StepStats,
+    check_request,
 )
 from jaxllm.generation.batching.slots import (
     TokenRun,
@@ -38,15 +45,16 @@ from jaxllm.generation.batching.slots import (
     split_microbatches,
 )
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
+from jaxllm.generation.loops.speculative import NO_DRAFTS, DraftStats
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.models.edits import Apply
-from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
+from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
 from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, split_name
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
-from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
+from jaxllm.runtime.validation import check_int, check_int_array
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -59,14 +67,16 @@ _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many 
 class _Sampled(NamedTuple):
     """A row's next token; invalid if its logits were not finite.
 
-    top: the likeliest tokens. sites: what was read, of one row.
+    top: the likeliest tokens. draft_stats: what its column adds to them; None outside of bursts.
+    sites: what was read, of one row.
     """
 
     token: int
     logprob: float
     finite: bool
     top: list[tuple[int, float]]
-    sites: Mapping[str, np.ndarray]
+    draft_stats: DraftStats | None = None
+    sites: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +84,8 @@ class _ActiveRequest:
     """A request that occupies a row.
 
     prefix: what had run before. num_run: tokens that have run. edits: checked, for one row. read,
-    read_steps: likewise.
+    read_steps: likewise. num_drafted: tokens that have run in the draft model, and belong to the
+    text.
     """
 
     request: Request
@@ -87,13 +98,15 @@ class _ActiveRequest:
     edits: Edits = NO_EDITS
     read: tuple[str, ...] = ()
     read_steps: frozenset[int] | None = None
+    num_drafted: int = 0
+    draft_stats: DraftStats = NO_DRAFTS
 
     @property
     def can_burst(self) -> bool:
-        """Whether its next steps may run in one call."""
+        """Whether its next steps may run in one call: it has no prompt left and reads nothing."""
         steps, step = self.read_steps, self.num_generated - 1
         done_reading = not self.read or (steps is not None and max(steps, default=-1) < step)
-        return self.num_generated > 0 and self.request.until is None and done_reading
+        return self.num_generated > 0 and done_reading
 
     def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
         """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
@@ -130,6 +143,7 @@ class _ActiveRequest:
             top_logprobs=top[:count] if count and drawn else None,
             cached_tokens=self.prefix.num_run,
             sites=drawn.sites if drawn else {},
+            draft_stats=self.draft_stats,
         )
 
 
@@ -146,6 +160,7 @@ class _ServeState(NamedTuple):
     samplers: dict[Hashable, Sampler]
     active: dict[int, _ActiveRequest]
     edits: Edits = NO_EDITS
+    draft: Draft = NO_DRAFT
 
 
 def serve(
@@ -159,6 +174,8 @@ def serve(
     burst: int = 16,
     prefix_cache: PrefixCache | None = None,
     shared_prefixes: Sequence[Any] = (),
+    draft: DraftSource | None = None,
+    draft_tokens: int = 4,
 ) -> Iterator[Event]:
     """Generate for a stream of requests with continuous batching; yield events with new tokens.
 
@@ -176,7 +193,7 @@ def serve(
         chunk: Prompt tokens to run per step, over all rows.
         burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
             decode and none has an `until`; the loop also stops when a row ends. 1 yields each
-            token immediately.
+            token immediately, or each pass's.
         prefix_cache: Holds prompt chunks, which later requests do not run again. Tokens and
             log-probabilities have the same bits whether chunks are found or not, and whatever else
             runs. Unless the model has invariant rows (`has_invariant_rows`), each prompt then runs
@@ -184,11 +201,16 @@ def serve(
         shared_prefixes: Texts (token ids) that many prompts begin with, such as a system message.
             They run once, and all rows read their keys and values in place. A prompt uses as many
             tokens of one as it begins with, unless the request has an adapter or edits.
+        draft: As in `speculative_generate`: where all rows decode, each proposes tokens, and one
+            pass of the model yields those that it would have drawn. Tokens and log-probabilities
+            have the same bits as without.
+        draft_tokens: Maximum number of tokens to propose per row and pass.
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
         ConfigError: If a prefix cache or shared prefix is given for a model with a memory
-            (Infini-attention).
+            (Infini-attention), or a draft for a model without invariant rows.
+        SamplingError: For a draft with another vocabulary.
     """
     check_model(model, params)
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
@@ -202,7 +224,8 @@ def serve(
     prefixes = prefix_cache, shared_prefixes
     store, cache = open_store(model, params, cache, *prefixes, few_rows)
     chunk = max(chunk, store.multiple)
-    now = _ServeState(cache, _empty_context(rows, capacity), {}, {})
+    its = open_draft(draft, draft_tokens, model, params, cache)
+    now = _ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
     source, more = iter(requests), True
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or now.active:
@@ -233,8 +256,9 @@ def serve(
                 yield seat.make_event(Finish.CANCELLED, step)
         if not now.active:
             continue
-        if all(seat.can_burst for seat in now.active.values()):
-            now, steps = _run_burst(model, params, now, burst, few_rows)
+        now, rounds = _plan_rounds(now, burst, chunk)
+        if rounds:
+            now, steps = _run_burst(model, params, now, burst, rounds, few_rows)
         else:
             runs = _token_runs(now.active, chunk, store.multiple)
             if store.multiple > 1:
@@ -248,16 +272,24 @@ def serve(
                 ran = range(seat.num_run, seat.num_run + run.index_T.size)
                 store.add(now.cache.tail, run.rows[0], seat.prefix, ran)
         for drawn in steps:
-            runs = _token_runs(now.active, chunk, store.multiple)
+            runs = [
+                run
+                for run in _token_runs(now.active, chunk, store.multiple)
+                if run.rows[0] in drawn or not now.active[run.rows[0]].num_generated
+            ]
+            if not runs:  # a row's `until` ended its text within the pass
+                continue
             decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
+            found = [drawn[run.rows[0]] for run in runs if run.rows[0] in drawn]
             step = StepStats(
                 index=step.index + 1,
                 decode_tokens=decoded,
                 prompt_tokens=sum(run.index_T.size for run in runs) - decoded,
                 busy_rows=len(now.active),
                 rows=rows,
-                generated_tokens=step.generated_tokens + sum(one.finite for one in drawn.values()),
+                generated_tokens=step.generated_tokens + sum(one.finite for one in found),
                 elapsed_seconds=time.perf_counter() - start,
+                draft_stats=step.draft_stats.plus(*(one.draft_stats for one in found)),
             )
             now, events = _make_events(now, runs, drawn, step)
             yield from events
@@ -272,7 +304,7 @@ def _admit_request(
 ) -> _ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
-    prompt_T = _check_request(model, request, capacity)
+    prompt_T = check_request(model, request, capacity)
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
@@ -288,8 +320,8 @@ def _admit_request(
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
     row = min(set(range(rows)) - set(state.active))
     token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
-    stacked = state.samplers[kind] if kind in state.samplers else _stack_sampler(sampler, rows)
-    position_BS, context, stacked = _fill_row(
+    stacked = state.samplers[kind] if kind in state.samplers else stack_sampler(sampler, rows)
+    position_BS, context, stacked = fill_row(
         state.cache.tail.position_BS,
         state.context,
         stacked,
@@ -335,16 +367,35 @@ def _run_step(
     drawn: _StepSamples = {}
     for ended, *found in results:  # read only after everything has been dispatched
         arrays, sites = to_host(found)
-        drawn.update({row: _read_sampled(arrays, r, sites) for row, r in ended.items()})
+        for row, r in ended.items():
+            read = {name: x[[r]] for name, x in sites.items()}
+            drawn[row] = _read_sampled(arrays, r)._replace(sites=read)
     held = dict(zip(state.samplers, samplers, strict=True))
-    return _ServeState(cache, context, held, seats, state.edits), [drawn]
+    return state._replace(cache=cache, context=context, samplers=held), [drawn]
+
+
+def _plan_rounds(state: _ServeState, burst: int, chunk: int) -> tuple[_ServeState, int]:
+    """Return how many rounds to run in one call; 0 for a step, if a row has a prompt to run or
+    reads.
+
+    A draft model first runs up to `chunk` tokens of the texts that it lacks.
+    """
+    seats, draft = state.active, state.draft
+    watched = any(seat.request.until is not None for seat in seats.values())
+    if not all(seat.can_burst for seat in seats.values()) or (watched and not draft.width):
+        return state, 0
+    lengths = {row: (seat.num_drafted, seat.num_run - 1) for row, seat in seats.items()}
+    draft, ran = catch_up(draft, state.context.token_BL, lengths, chunk, _ALONE)
+    seats = {row: dataclasses.replace(seat, num_drafted=ran[row]) for row, seat in seats.items()}
+    lags = any(ran[row] < needed for row, (_, needed) in lengths.items())
+    return state._replace(draft=draft, active=seats), 0 if lags else 1 if watched else burst
 
 
 def _run_burst(
-    model: Model, params: Params, state: _ServeState, burst: int, few_rows: bool
+    model: Model, params: Params, state: _ServeState, burst: int, rounds: int, few_rows: bool
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run several steps in one call, if all rows decode; stop when a row ends."""
-    rows, seats = state.cache.batch, state.active
+    rows, seats, draft = state.cache.batch, state.active, state.draft
     R = min(bucket_rows(len(seats)), rows) if few_rows else rows
     row_R = None
     if rows > R:
@@ -352,36 +403,42 @@ def _run_burst(
         row_R[: len(seats)] = list(seats)
     at = {row: row if row_R is None else r for r, row in enumerate(seats)}
     widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
-    newest_R = np.zeros(R, np.int32)
+    limit_R = np.zeros(R, np.int32)
     eos_RE = np.full((R, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
     for row, seat in seats.items():
         ids = pad_eos_ids(seat.request.eos_token_ids)
-        newest_R[at[row]], eos_RE[at[row], : ids.size] = seat.newest_token, ids
-    left = min(seat.request.max_new_tokens - seat.num_generated for seat in seats.values())
-    done, results, tail, context, samplers = decode_burst(
-        state.cache.tail,
+        limit_R[at[row]] = seat.prompt_T.size + seat.request.max_new_tokens
+        eos_RE[at[row], : ids.size] = ids
+    done, results, tails, context, samplers = decode_burst(
+        (state.cache.tail, draft.tail),
         state.context,
         tuple(state.samplers.values()),
-        model,
-        params,
+        (model, draft.source),
+        (params, draft.params),
         state.cache.frozen,
         row_R,
         _kind_mask(state, at, R),
-        newest_R,
+        limit_R,
         eos_RE,
         burst,
-        np.int32(min(burst, left)),
+        draft.width,
+        np.int32(rounds),
         row_adapters({at[row]: seat.request.adapter for row, seat in seats.items()}, R),
         _top_width(model, seats),
         state.edits,
     )
     count, arrays = to_host((done, results))
     steps = [
-        {row: _read_sampled(arrays, (i, r), {}) for row, r in at.items()} for i in range(count)
+        {row: _read_sampled(arrays, (i, j, r)) for row, r in at.items() if arrays.valid_B[i, j, r]}
+        for i in range(count)
+        for j in range(draft.width + 1)
     ]
-    held = dict(zip(state.samplers, samplers, strict=True))
-    cache = state.cache.replace(tail=tail)
-    return _ServeState(cache, context, held, seats, state.edits), steps
+    return state._replace(
+        cache=state.cache.replace(tail=tails[0]),
+        context=context,
+        samplers=dict(zip(state.samplers, samplers, strict=True)),
+        draft=draft.with_tail(tails[1]),
+    ), steps
 
 
 def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
@@ -390,14 +447,19 @@ def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
     return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
 
 
-def _read_sampled(drawn: Drawn, at: Any, sites: Mapping[str, np.ndarray]) -> _Sampled:
-    """Return a row's token from host arrays. at: its row, or its step and row."""
+def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
+    """Return a row's token from host arrays. at: its row, or its round, column and row."""
     token, logprob, finite = (x[at].item() for x in drawn[:3])
-    top: list[tuple[int, float]] = []
+    top, stats = [], None
     if drawn.top_token_BN is not None:
         pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
         top = list(zip(*pair, strict=True))
-    return _Sampled(token, logprob, finite, top, {name: x[[at]] for name, x in sites.items()})
+    if drawn.draft_B is not None:
+        i, column, r = at
+        proposed = int((drawn.draft_B[i, :, r] >= 0).sum()) if column == 0 else 0
+        accepted = finite and drawn.draft_B[at] == token
+        stats = DraftStats(proposed, int(accepted), int(proposed > 0))
+    return _Sampled(token, logprob, finite, top, stats)
 
 
 def _kind_mask(state: _ServeState, at: dict[int, int], size: int) -> np.ndarray:
@@ -422,8 +484,13 @@ def _make_events(
             del seats[row]
             events.append(seat.make_event(Finish.NON_FINITE, step))
             continue
+        stats = samples[row].draft_stats
         seats[row] = seat = dataclasses.replace(
-            seat, newest_token=samples[row].token, num_generated=seat.num_generated + 1
+            seat,
+            newest_token=samples[row].token,
+            num_generated=seat.num_generated + 1,
+            num_drafted=seat.num_drafted + (stats is not None),
+            draft_stats=seat.draft_stats.plus(stats),
         )
         finish = _finish_reason(seat)
         if finish is not None:
@@ -456,38 +523,6 @@ def _token_runs(active: dict[int, _ActiveRequest], chunk: int, multiple: int) ->
     return [run for run in runs if run.index_T.size]
 
 
-def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
-    """Validate a request; return its prompt as int32."""
-    prompt_T = check_int_array("a prompt", request.prompt, TokenError)
-    if prompt_T.ndim != 1 or not prompt_T.size:
-        raise TokenError(f"a prompt must be a list of token ids, got {request.prompt!r:.60}")
-    pad_eos_ids(request.eos_token_ids)
-    if not isinstance(request.sampler, Sampler):
-        raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
-    new = check_int("max_new_tokens", request.max_new_tokens, 1)
-    check_token_ids(prompt_T, model.config.vocab_size, "the prompt: ")
-    widest = min(MAX_TOP_LOGPROBS, model.config.vocab_size)
-    check_int("top_logprobs", request.top_logprobs, 0, widest)
-    if not isinstance(request.namespace, str):
-        raise SamplingError(f"namespace must be a text, got {request.namespace!r:.60}")
-    needed = prompt_T.size + new - 1  # the last token never runs
-    check_longrope_limit(prompt_T.size, needed, model.config)
-    warn_dynamic_ntk(prompt_T.size, needed, model.config)
-    limit = min(capacity, model.config.position_limit)
-    if needed > limit:
-        raise CapacityError(
-            f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
-        )
-    return prompt_T.astype(np.int32)
-
-
-def _empty_context(rows: int, capacity: int) -> Context:
-    zeros_B = np.zeros(rows, np.int32)
-    token_BL = np.full((rows, capacity + 1), NO_TOKEN, np.int32)
-    token_BL, prompt_B, length_B = jax.device_put((token_BL, zeros_B, zeros_B.copy()))
-    return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
-
-
 def _add_sampler(state: _ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
     """Return the samplers by kind with one more. Each set and order of kinds compiles a program:
     so unused ones are dropped once there are many, and the order is not that of arrival.
@@ -497,26 +532,3 @@ def _add_sampler(state: _ServeState, kind: Hashable, stacked: Sampler) -> dict[H
         used = {kind, *(seat.kind for seat in state.active.values())}
         samplers = {name: sampler for name, sampler in samplers.items() if name in used}
     return {name: samplers[name] for name in sorted(samplers, key=str)}
-
-
-def _stack_sampler(sampler: Sampler, rows: int) -> Sampler:
-    stacked: Sampler = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), sampler)
-    return stacked
-
-
-@partial(jax.jit, donate_argnums=(0, 1, 2))
-def _fill_row(
-    position_BS: jax.Array,
-    context: Context,
-    stacked: Sampler,
-    row: jax.Array,
-    text: tuple[jax.Array, jax.Array, jax.Array],
-    sampler: Sampler,
-) -> tuple[jax.Array, Context, Sampler]:
-    """Clear a row of the cache and give it a new text and sampler."""
-    token_L, length, key = text
-    filled = Context(token_L, length, length, key)
-    context, stacked = jax.tree.map(
-        lambda old, new: old.at[row].set(new), (context, stacked), (filled, sampler)
-    )
-    return position_BS.at[row].set(EMPTY), context, stacked

@@ -244,7 +244,7 @@ def run_own_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment, Sites]:
-    out, delta, waits, sites = _run_tokens(
+    out, delta, waits, sites = run_tokens(
         model, params, (*pool, tail), microbatch, vectors_PD, output_kind
     )
     places = (microbatch.slot_RT, microbatch.row_R)
@@ -260,7 +260,7 @@ def _run_shared_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment]:
-    out, delta, *_ = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
+    out, delta, *_ = run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
     assert microbatch.member_RB is not None
     slot_P = microbatch.slot_RT.reshape(-1)
     new = cast_delta(delta, pool)
@@ -275,7 +275,7 @@ def _run_shared_slots(
     return out, written.replace(position_BS=write_slots(pool.position_BS, position_BP, slot_BP))
 
 
-def _run_tokens(
+def run_tokens(
     model: Model,
     params: Params,
     segments: tuple[Segment, ...],

@@ -108,6 +108,17 @@ def finish_reasons(
     return jnp.where(finite_B, finish_B, Finish.NON_FINITE)
 
 
+def mask_draft(draft_BK: jax.Array, room_B: jax.Array, ends_BK: jax.Array) -> jax.Array:
+    """Mask draft tokens after a row's limit, a missing token, or an end of text.
+
+    room_B: how many there may be. ends_BK: which of them end the text.
+    """
+    column = jnp.arange(draft_BK.shape[1], dtype=jnp.int32)[None]
+    ended_BK = jnp.pad(ends_BK, ((0, 0), (1, 0)))[:, :-1]
+    wrong_BK = (draft_BK < 0) | (column >= room_B[:, None]) | ended_BK
+    return jnp.where(jnp.cumsum(wrong_BK, axis=1, dtype=jnp.int32) == 0, draft_BK, NO_TOKEN)
+
+
 def is_eos(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
     """Return which tokens are end-of-text ids; -1 in either array is padding."""
     ends_E = eos_E.reshape((1,) * token_X.ndim + (-1,))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm.generation.loops.finish import NO_TOKEN, set_column
-from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.sampler import Context, Sampler
 from jaxllm.runtime.validation import check_int
 
 
@@ -40,13 +40,14 @@ class TextState(struct.PyTreeNode):
             length_B=self.length_B + where_B.astype(jnp.int32),
         )
 
-    def last_tokens(self, n: int) -> jax.Array:
-        """Return the last n tokens, `[B, n]`."""
-        at_BN = self.length_B[:, None] + jnp.arange(-n, 0, dtype=jnp.int32)[None]
-        return jnp.take_along_axis(self.token_BL, jnp.maximum(at_BN, 0), axis=1)
+
+def last_tokens(text: TextState | Context, n: int) -> jax.Array:
+    """Return the last n tokens of each text, `[B, n]`."""
+    at_BN = text.length_B[:, None] + jnp.arange(-n, 0, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(text.token_BL, jnp.maximum(at_BN, 0), axis=1)
 
 
-def look_up_draft(text: TextState, ngram: int, width: int) -> jax.Array:
+def look_up_draft(text: TextState | Context, ngram: int, width: int) -> jax.Array:
     """Return `width` tokens after the best earlier match of each text's end, or -1: `[B, width]`.
 
     The best match is the longest, up to `ngram` tokens; ties go to the latest. A continuation that

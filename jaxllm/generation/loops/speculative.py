@@ -17,7 +17,7 @@ is compacted, and the caches are no larger than those of plain decoding.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,17 @@ from jaxllm.generation.loops.finish import (
     check_positions,
     finish_reasons,
     is_eos,
+    mask_draft,
     pad_eos_ids,
     select_rows,
     token_budgets,
 )
-from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
+from jaxllm.generation.loops.prompt_lookup import (
+    PromptLookup,
+    TextState,
+    last_tokens,
+    look_up_draft,
+)
 from jaxllm.generation.loops.rejection_sampling import accept_or_resample
 from jaxllm.generation.sampling.sampler import (
     GREEDY,
@@ -59,6 +65,21 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
+class DraftStats(NamedTuple):
+    """Draft tokens that the model scored, those that it accepted, and the drafts they were in."""
+
+    proposed: int = 0
+    accepted: int = 0
+    drafts: int = 0
+
+    def plus(self, *others: "DraftStats | None") -> "DraftStats":
+        """Return the sums."""
+        return DraftStats(*map(sum, zip(self, *filter(None, others), strict=True)))
+
+
+NO_DRAFTS = DraftStats()
+
+
 class SpeculativeResult(struct.PyTreeNode):
     """Result of `speculative_generate`.
 
@@ -68,6 +89,7 @@ class SpeculativeResult(struct.PyTreeNode):
         finish_B: A `Finish` per row.
         proposed_B: Draft tokens that the target scored.
         accepted_B: Draft tokens that it accepted.
+        drafts_B: Target passes with a draft token of the row.
         rounds_B: Target passes that a row took part in, without the prefill.
         cache: The target's cache, with the prompt and all tokens but each row's last.
     """
@@ -77,6 +99,7 @@ class SpeculativeResult(struct.PyTreeNode):
     finish_B: jax.Array
     proposed_B: jax.Array
     accepted_B: jax.Array
+    drafts_B: jax.Array
     rounds_B: jax.Array
     cache: KVCache
 
@@ -120,6 +143,7 @@ class RoundState(struct.PyTreeNode):
     retry_B: jax.Array
     proposed_B: jax.Array
     accepted_B: jax.Array
+    drafts_B: jax.Array
     rounds_B: jax.Array
 
 
@@ -161,13 +185,7 @@ def speculative_generate(
     check_sampler(sampler)
     if acceptance not in get_args(Acceptance):
         raise SamplingError(f"acceptance must be 'text' or 'distribution', got {acceptance!r:.40}")
-    if not isinstance(draft, PromptLookup):
-        if not isinstance(draft, tuple | list) or len(draft) != 2:
-            raise SamplingError(
-                f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. For"
-                " an LM, pass (lm.model, lm.params)"
-            )
-        check_model(*draft)
+    check_draft(draft, model.config)
     tokens_BT, prompt_B = check_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
     budget_B = token_budgets(max_new_tokens, B)
@@ -214,18 +232,30 @@ def speculative_generate(
         end.text.finish_B,
         end.proposed_B,
         end.accepted_B,
+        end.drafts_B,
         end.rounds_B,
         end.caches[0],
     )
 
 
-def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
-    sizes = [config.vocab_size for config in configs]
-    if len(set(sizes)) != 1:
+def check_draft(draft: Any, config: ModelConfig) -> None:
+    """Raise SamplingError unless this is a draft for a model with this configuration."""
+    if isinstance(draft, PromptLookup):
+        return
+    if not isinstance(draft, tuple | list) or len(draft) != 2:
         raise SamplingError(
-            f"the draft's vocabulary has {sizes[1]} tokens, expected {sizes[0]}. Use a draft with"
-            " the model's tokenizer"
+            f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. For"
+            " an LM, pass (lm.model, lm.params)"
         )
+    check_model(*draft)
+    if (size := draft[0].config.vocab_size) != config.vocab_size:
+        raise SamplingError(
+            f"the draft's vocabulary has {size} tokens, expected {config.vocab_size}. Use a draft"
+            " with the model's tokenizer"
+        )
+
+
+def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
     for name, config in zip(("model", "draft"), configs, strict=False):
         check_positions(T + longest - 1, config, name)
         dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
@@ -258,7 +288,7 @@ def _decode_loop(
     def run_round(state: RoundState) -> RoundState:
         return _run_round(model, draft, width, params, inputs, state)
 
-    start = RoundState(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B)
+    start = RoundState(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B, zeros_B)
     return jax.lax.while_loop(is_unfinished, run_round, start)
 
 
@@ -279,8 +309,8 @@ def _run_round(
     else:
         proposal = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
         rest, draft_BK, q_KBV = [proposal[0]], *proposal[1:]
-    draft_BK = _mask_draft(draft_BK, room_B, inputs.eos_E)
-    token_BT = jnp.concatenate([text.last_tokens(1), draft_BK], axis=1)
+    draft_BK = mask_draft(draft_BK, room_B, is_eos(draft_BK, inputs.eos_E))
+    token_BT = jnp.concatenate([last_tokens(text, 1), draft_BK], axis=1)
     real_BT = (token_BT >= 0) & running_B[:, None]
     column = jnp.arange(-1, width, dtype=jnp.int32)[None]
     position_BT = jnp.where(real_BT, text.length_B[:, None] + column, -1)
@@ -297,6 +327,7 @@ def _run_round(
         alone_B,
         state.proposed_B + (draft_BK >= 0).sum(axis=1, dtype=jnp.int32),
         state.accepted_B + accepted_B,
+        state.drafts_B + (draft_BK[:, 0] >= 0).astype(jnp.int32),
         state.rounds_B + running_B.astype(jnp.int32),
     )
 
@@ -395,18 +426,10 @@ def _propose_tokens(
     cache = rewind(cache, to=jnp.where(running_B, start_B - 2, cache.next_position_B))
     position_BT = start_B[:, None] + jnp.array([[-2, -1]], jnp.int32)
     position_BT = jnp.where(running_B[:, None], position_BT, -1)
-    carry, first = draft_token(cache, text, text.last_tokens(2), position_BT)
+    carry, first = draft_token(cache, text, last_tokens(text, 2), position_BT)
     (cache, *_), rest = jax.lax.scan(draft_next, carry, jnp.arange(1, width, dtype=jnp.int32))
     token_KB, q_KBV = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
     return cache, token_KB.T, q_KBV
-
-
-def _mask_draft(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Mask draft tokens after a row's limit, a missing token, or an end of text."""
-    column = jnp.arange(draft_BK.shape[1], dtype=jnp.int32)[None]
-    ended_BK = jnp.pad(is_eos(draft_BK, eos_E), ((0, 0), (1, 0)))[:, :-1]
-    wrong_BK = (draft_BK < 0) | (column >= room_B[:, None]) | ended_BK
-    return jnp.where(jnp.cumsum(wrong_BK, axis=1, dtype=jnp.int32) == 0, draft_BK, NO_TOKEN)
 
 
 def _write_delta(cache: KVCache, delta: Delta) -> KVCache:

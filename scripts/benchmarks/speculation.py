@@ -1,0 +1,123 @@
+"""Speculation on a demo model: how many draft tokens are accepted, and what serving gains.
+
+    python scripts/benchmarks/speculation.py [--rows 32] [--new-tokens 64] [--rounds 3]
+
+Drafts: the model itself in int4, pruned (2:4 by magnitude), and lookup in the text. Prompts are
+beginnings of stories. The first Markdown table has the accepted share of the proposed tokens, of
+both rules of `speculative_generate`; the second has what `LM.serve` generates per second of
+processor time, with and without a draft. One decision: rounds of all drafts alternate in one
+process, after one of each that compiles, and medians are reported.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jaxllm
+from jaxllm.compress.pipeline import prune_to_format
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.ops.padding import pad_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
+from scripts.demo_models.story_grammar import draw_stories
+
+SAMPLING = ({"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9})
+RULES: Any = ("text", "distribution")
+PROMPT = 24
+
+
+def make_prompts(lm: Any, count: int) -> list[list[int]]:
+    """Return the first tokens of `count` stories."""
+    texts = [lm.encode(story)[:PROMPT] for story in draw_stories(count, 1)]
+    return [text for text in texts if len(text) == PROMPT]
+
+
+def measure_acceptance(
+    lm: Any, draft: Any, prompts: list[list[int]], new_tokens: int, width: int
+) -> list[tuple[float, float]]:
+    """Return the accepted share, and tokens per pass, for each rule of each sampling."""
+    found = []
+    for options in SAMPLING:
+        for rule in RULES:
+            result = jaxllm.speculative_generate(
+                lm.model, lm.params, pad_rows(prompts), draft=draft, num_draft_tokens=width,
+                max_new_tokens=new_tokens, sampler=make_sampler(**options), acceptance=rule, seed=1,
+            )  # fmt: skip
+            proposed, accepted, rounds, tokens = (
+                int(np.asarray(x).sum())
+                for x in (result.proposed_B, result.accepted_B, result.rounds_B, result.length_B)
+            )
+            found.append((accepted / max(proposed, 1), tokens / rounds))
+    return found
+
+
+def serve_once(
+    lm: Any, draft: Any, prompts: list[list[int]], rows: int, new_tokens: int, width: int
+) -> tuple[float, list[Any]]:
+    """Return generated tokens per second of processor time, and the completions."""
+    requests = [
+        {"prompt": prompt, "max_new_tokens": new_tokens, "temperature": 0.7, "seed": i}
+        for i, prompt in enumerate(prompts)
+    ]
+    start = time.process_time()
+    capacity = PROMPT + new_tokens
+    answers = dict(
+        lm.serve(requests, rows=rows, capacity=capacity, draft=draft, draft_tokens=width)
+    )
+    seconds = time.process_time() - start
+    found = [answers[i] for i in range(len(prompts))]
+    return sum(len(each.tokens) for each in found) / seconds, found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo:llama")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    lm = jaxllm.load(options.model, invariant=True)
+    drafts = {
+        "int4": jaxllm.load(options.model, quantize="int4"),
+        "2:4": prune_to_format(jaxllm.load(options.model), "bfloat16-2:4"),
+        "lookup": jaxllm.PromptLookup(),
+    }
+    prompts = make_prompts(lm, options.rows)
+    heads = [", ".join(f"{k} {v:g}" for k, v in each.items()) for each in SAMPLING]
+    print("| draft | " + " | ".join(f"{head}: {rule}" for head in heads for rule in RULES) + " |")
+    print("|---" + "|---:" * len(SAMPLING) * len(RULES) + "|")
+    for name, draft in drafts.items():
+        pair = draft if name == "lookup" else (draft.model, draft.params)
+        found = measure_acceptance(lm, pair, prompts, options.new_tokens, options.width)
+        print(
+            f"| {name} | " + " | ".join(f"{a:.3f} ({n:.2f})" for a, n in found) + " |", flush=True
+        )
+    print("\n| rows | draft | tokens per processor second | accepted |\n|---:|---|---:|---:|")
+    for rows in (1, 8):
+        speeds: dict[str, list[float]] = {name: [] for name in ("none", *drafts)}
+        shares, texts = dict[str, float](), None
+        for number in range(options.rounds + 1):
+            for name, each in speeds.items():
+                draft = drafts.get(name)
+                sizes = rows, options.new_tokens, options.width
+                speed, found = serve_once(lm, draft, prompts[: 2 * rows + 6], *sizes)
+                each += [speed] * (number > 0)
+                texts = texts or [one.tokens for one in found]
+                assert texts == [one.tokens for one in found], f"{name} changed a text"
+                if draft is not None:
+                    stats = [one.draft_stats for one in found]
+                    shares[name] = sum(s.accepted for s in stats) / sum(s.proposed for s in stats)
+        for name, each in speeds.items():
+            share = f"{shares[name]:.3f}" if name in shares else ""
+            print(f"| {rows} | {name} | {statistics.median(each):.0f} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
