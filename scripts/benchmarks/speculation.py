@@ -4,12 +4,14 @@
 
 Drafts: the model itself in int4, pruned (2:4 by magnitude), and lookup in the text. Prompts are
 beginnings of stories. The first Markdown table has the accepted share of the proposed tokens, of
-both rules of `speculative_generate`; the second has what `LM.serve` generates per second of
-processor time, with and without a draft. One decision: rounds of all drafts alternate in one
-process, after one of each that compiles, and medians are reported.
+both rules of `speculative_generate`, and in brackets the tokens per pass of the model. The second
+has what `LM.serve` generates per second of processor time, with and without a draft: stories, and
+records whose form a regular expression prescribes. One decision: rounds of all drafts alternate in
+one process, after one of each that compiles, and medians are reported.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -30,6 +32,10 @@ from scripts.demo_models.story_grammar import draw_stories
 SAMPLING = ({"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9})
 RULES: Any = ("text", "distribution")
 PROMPT = 24
+TEXTS: dict[str, Any] = {
+    "stories": {},
+    "records": {"regex": r'(\{"name": "[a-z]{3,8}", "age": [0-9]{1,2}\}, ){40}'},
+}
 
 
 def make_prompts(lm: Any, count: int) -> list[list[int]]:
@@ -58,13 +64,11 @@ def measure_acceptance(
 
 
 def serve_once(
-    lm: Any, draft: Any, prompts: list[list[int]], rows: int, new_tokens: int, width: int
+    lm: Any, draft: Any, prompts: list[list[int]], rows: int, new_tokens: int, width: int, text: str
 ) -> tuple[float, list[Any]]:
     """Return generated tokens per second of processor time, and the completions."""
-    requests = [
-        {"prompt": prompt, "max_new_tokens": new_tokens, "temperature": 0.7, "seed": i}
-        for i, prompt in enumerate(prompts)
-    ]
+    options = {"max_new_tokens": new_tokens, "temperature": 0.7, **TEXTS[text]}
+    requests = [{"prompt": prompt, "seed": i, **options} for i, prompt in enumerate(prompts)]
     start = time.process_time()
     capacity = PROMPT + new_tokens
     answers = dict(
@@ -99,24 +103,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"| {name} | " + " | ".join(f"{a:.3f} ({n:.2f})" for a, n in found) + " |", flush=True
         )
-    print("\n| rows | draft | tokens per processor second | accepted |\n|---:|---|---:|---:|")
-    for rows in (1, 8):
+    print("\n| text | rows | draft | tokens per processor second | accepted | per pass |")
+    print("|---|---:|---|---:|---:|---:|")
+    for text, rows in itertools.product(TEXTS, (1, 8)):
+        sizes = rows, options.new_tokens, options.width, text
         speeds: dict[str, list[float]] = {name: [] for name in ("none", *drafts)}
-        shares, texts = dict[str, float](), None
+        notes, texts = {"none": " | "}, None
         for number in range(options.rounds + 1):
             for name, each in speeds.items():
-                draft = drafts.get(name)
-                sizes = rows, options.new_tokens, options.width
-                speed, found = serve_once(lm, draft, prompts[: 2 * rows + 6], *sizes)
+                speed, found = serve_once(lm, drafts.get(name), prompts[: 2 * rows + 6], *sizes)
                 each += [speed] * (number > 0)
                 texts = texts or [one.tokens for one in found]
                 assert texts == [one.tokens for one in found], f"{name} changed a text"
-                if draft is not None:
-                    stats = [one.draft_stats for one in found]
-                    shares[name] = sum(s.accepted for s in stats) / sum(s.proposed for s in stats)
+                if name != "none":
+                    counts = (sum(x) for x in zip(*(one.draft_stats for one in found), strict=True))
+                    proposed, accepted, count = counts
+                    notes[name] = f"{accepted / proposed:.3f} | {1 + accepted / count:.2f}"
         for name, each in speeds.items():
-            share = f"{shares[name]:.3f}" if name in shares else ""
-            print(f"| {rows} | {name} | {statistics.median(each):.0f} | {share} |", flush=True)
+            speed = statistics.median(each)
+            print(f"| {text} | {rows} | {name} | {speed:.0f} | {notes[name]} |", flush=True)
 
 
 if __name__ == "__main__":
