@@ -224,16 +224,22 @@ class Campaign:
         self.slowest = 0.0
 
     def check_growth(self, most_http: float, most_model: float) -> None:
-        """Add a fault for each quantity that grew after the warm-up, which is the second mark."""
+        """Add a fault for each quantity that grew after the warm-up, which is the second mark.
+
+        The model's memory rises and falls, since compiled programs are released when there are many
+        of them: its least value must not grow.
+        """
         if self.marks[-1].running or self.marks[-1].waiting or self.marks[-1].restarts:
             self.add_fault(f"after the last request: {self.marks[-1]}")
         if len(self.marks) < 3:
             return
-        first, last = self.marks[1], self.marks[-1]
+        half = len(self.marks) // 2
+        early, late = self.marks[1 : half + 1], self.marks[half + 1 :]
         limits = {"http_mb": most_http, "model_mb": most_model, "http_files": 4, "model_files": 4,
                   "tasks": 4}  # fmt: skip
         for name, limit in limits.items():
-            if (growth := getattr(last, name) - getattr(first, name)) > limit:
+            first, last = (min(getattr(mark, name) for mark in part) for part in (early, late))
+            if (growth := last - first) > limit:
                 self.add_fault(f"{name} grew by {growth:,.0f} after the warm-up")
 
 
