@@ -98,14 +98,13 @@ class PrefixCache:
             self._programs.append((form, [weakref.ref(x) for x in leaves]))
             return len(self._programs) - 1
 
-    def chunk_keys(self, root: Hashable, token_T: np.ndarray, namespace: str) -> list[bytes]:
+    def chunk_keys(self, root: Hashable, token_T: np.ndarray) -> list[bytes]:
         """Return the keys of a text's full chunks.
 
         Args:
             root: What entries depend on besides the text, with a `repr` for each value.
-            namespace: Texts of different namespaces have different keys.
         """
-        key, keys = hashlib.sha256(repr((root, namespace)).encode()).digest(), []
+        key, keys = hashlib.sha256(repr(root).encode()).digest(), []
         tokens = token_T.astype("<i4")
         for end in range(self.chunk, tokens.size + 1, self.chunk):
             key = hashlib.sha256(key + tokens[end - self.chunk : end].tobytes()).digest()

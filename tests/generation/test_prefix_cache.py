@@ -198,6 +198,25 @@ def test_namespaces_share_nothing() -> None:
     assert [hits("a"), hits("a"), hits("b"), hits("")] == [0, 32, 0, 0]
 
 
+@pytest.mark.parametrize("name", ["llama", "bfloat16", "window", "self-extend"])
+def test_next_turn_finds_answers(name: str) -> None:
+    """A prompt that continues an answer runs only what is new, with the same bits; the last token
+    of an answer has not run. Without kernels an answer runs again.
+    """
+    model, params = load(name)
+    lm, store = (make_invariant(model), params), PrefixCache(1 << 24, C)
+    for new in (12, 13, 1):  # 20 + 12 tokens are four chunks, of which the last token has not run
+        request = make_request(new, 20, max_new_tokens=new, namespace=str(new))
+        (turn,) = answers(serve(*lm, [request], **SHAPE, prefix_cache=store)).values()
+        text = [*TEXT[:20], *(token for token, _ in turn), *TEXT[:3]]
+        again = make_request(0, 0, prompt=text, namespace=str(new))
+        events = list(serve(*lm, [again], **SHAPE, prefix_cache=store))
+        ran = 20 + new - 1 if has_invariant_rows(*lm) else 20
+        assert set(cached_tokens(events).values()) == {ran // C * C}
+        expected = answers(serve(*lm, [again], **SHAPE, prefix_cache=PrefixCache(0, C)))
+        assert answers(events) == expected
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "bfloat16", "int8 cache", "window", "experts", "self-extend"]
 )
@@ -376,7 +395,7 @@ def entry(nbytes: int = 8) -> Segment:
 
 
 def keys_of(store: PrefixCache, text: Sequence[int], namespace: str = "") -> list[bytes]:
-    return store.chunk_keys("root", np.array(text), namespace)
+    return store.chunk_keys(("root", namespace), np.array(text))
 
 
 def test_least_recently_used_leaf_is_evicted() -> None:
@@ -416,7 +435,7 @@ def test_keys_depend_on_whole_text() -> None:
     others = [
         keys_of(store, [9, *range(1, 16)]),
         keys_of(store, range(16), "a"),
-        store.chunk_keys("other", np.arange(16), ""),
+        store.chunk_keys(("other", ""), np.arange(16)),
     ]
     assert len({key for each in [keys, *others] for key in each}) == 8
 

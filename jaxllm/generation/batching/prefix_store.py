@@ -4,7 +4,7 @@ An entry is copied into the row that uses it. A shared text is a frozen segment 
 which rows read in place; they differ in how many of its tokens they see.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +29,15 @@ from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 class Prefix(NamedTuple):
     """The beginning of a prompt that has run before.
 
-    shared, num_shared: which shared text the row reads, and how many tokens of it. keys: of the
-    prompt's chunks in the prefix cache, from the number `first` on. entries: those found.
-    num_run: tokens that need not run; at least one remains.
+    shared, num_shared: which shared text the row reads, and how many tokens of it. root: what
+    entries of the prefix cache depend on besides the text. keys: of the prompt's chunks, from the
+    number `first` on. entries: those found. num_run: tokens that need not run; at least one
+    remains.
     """
 
     shared: int
     num_shared: int
+    root: Hashable
     keys: Sequence[bytes]
     first: int
     entries: Sequence[Segment]
@@ -50,26 +52,26 @@ class PrefixStore(NamedTuple):
     shapes do not change bits.
     """
 
+    config: ModelConfig
     cache: PrefixCache | None
     program: int
     texts: Sequence[np.ndarray]
     multiple: int
 
-    def find(
-        self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
-    ) -> Prefix:
+    def find(self, request: Request, prompt_T: np.ndarray, edits: Edits) -> Prefix:
         """Return what has run of a prompt."""
-        shared, start = self._find_shared(config, request, prompt_T, edits)
-        if self.cache is None:
-            return Prefix(shared, start, [], 0, [], start)
+        shared, start = self._find_shared(request, prompt_T, edits)
         made_with = () if not edits.edits else tuple(map(int, fingerprint(edits, 1)))
-        root = (self.program, request.adapter, _angle_length(config, prompt_T.size), *made_with)
-        keys, size = self.cache.chunk_keys(root, prompt_T, request.namespace), self.cache.chunk
+        angles = _angle_length(self.config, prompt_T.size)
+        root = (self.program, request.namespace, request.adapter, angles, *made_with)
+        if self.cache is None:
+            return Prefix(shared, start, root, [], 0, [], start)
+        keys, size = self.cache.chunk_keys(root, prompt_T), self.cache.chunk
         first, usable = start // size, (prompt_T.size - 1) // size
         entries = self.cache.find(keys[first:usable])
         num_run = max(start, (first + len(entries)) * size) if entries else start
         self.cache.count(prompt_T.size, num_run)
-        return Prefix(shared, start, keys[first:], first, entries, num_run)
+        return Prefix(shared, start, root, keys[first:], first, entries, num_run)
 
     def add(self, tail: Segment, row: int, prefix: Prefix, ran: range) -> None:
         """Add the prompt chunks of a row that these tokens completed."""
@@ -80,9 +82,20 @@ class PrefixStore(NamedTuple):
             cut = partial(cut_chunk, tail, np.int32(row), np.int32(i * size), size)
             self.cache.add(prefix.keys, i - prefix.first, cut)
 
-    def _find_shared(
-        self, config: ModelConfig, request: Request, prompt_T: np.ndarray, edits: Edits
-    ) -> tuple[int, int]:
+    def add_answer(
+        self, tail: Segment, row: int, prefix: Prefix, text_T: np.ndarray, num_prompt: int
+    ) -> None:
+        """Add the chunks of a text that has run in a row, beyond those of its prompt.
+
+        Only where a token's keys and values have the bits that they would have in a prompt.
+        """
+        angles = (_angle_length(self.config, length) for length in (num_prompt, text_T.size))
+        if self.cache is not None and self.multiple == 1 and len(set(angles)) == 1:
+            keys = self.cache.chunk_keys(prefix.root, text_T)[prefix.first :]
+            ran = range(num_prompt, text_T.size)
+            self.add(tail, row, prefix._replace(keys=keys), ran)
+
+    def _find_shared(self, request: Request, prompt_T: np.ndarray, edits: Edits) -> tuple[int, int]:
         """Return the shared text that has the most of a prompt's first tokens, and how many."""
         best, most = 0, 0
         if edits.edits or request.adapter not in (None, NO_ADAPTER):
@@ -91,7 +104,8 @@ class PrefixStore(NamedTuple):
             size = min(text_T.size, prompt_T.size - 1)
             differs = np.flatnonzero(text_T[:size] != prompt_T[:size])
             count = int(differs[0]) if differs.size else size
-            alike = _angle_length(config, text_T.size) == _angle_length(config, prompt_T.size)
+            lengths = text_T.size, prompt_T.size
+            alike = len({_angle_length(self.config, length) for length in lengths}) == 1
             if alike and count > most:
                 best, most = i, count
         return best, most - most % self.multiple
@@ -130,7 +144,7 @@ def open_store(
     if prefix_cache is not None:
         sizes = (cache.batch, cache.capacity, *(text_T.tobytes() for text_T in texts))
         program = prefix_cache.program_number(model, params, sizes)
-    store = PrefixStore(prefix_cache, program, texts, multiple)
+    store = PrefixStore(model.config, prefix_cache, program, texts, multiple)
     return store, cache.replace(frozen=tuple(frozen))
 
 

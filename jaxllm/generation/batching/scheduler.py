@@ -85,7 +85,7 @@ class _ActiveRequest:
 
     prefix: what had run before. num_run: tokens that have run. edits: checked, for one row. read,
     read_steps: likewise. num_drafted: tokens that have run in the draft model, and belong to the
-    text.
+    text. tokens: the new ones, a list that later states of the request share.
     """
 
     request: Request
@@ -93,13 +93,22 @@ class _ActiveRequest:
     kind: Hashable
     prefix: Prefix
     num_run: int = 0
-    newest_token: int = NO_TOKEN
-    num_generated: int = 0
     edits: Edits = NO_EDITS
     read: tuple[str, ...] = ()
     read_steps: frozenset[int] | None = None
     num_drafted: int = 0
     draft_stats: DraftStats = NO_DRAFTS
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of new tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_T(self) -> np.ndarray:
+        """The prompt and the new tokens that have run: all but the last."""
+        return np.concatenate([self.prompt_T, np.array(self.tokens[:-1], np.int32)])
 
     @property
     def can_burst(self) -> bool:
@@ -119,7 +128,7 @@ class _ActiveRequest:
         if self.num_run < self.prompt_T.size:
             token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
         else:
-            token_T, length = np.array([self.newest_token]), self.num_run + 1
+            token_T, length = np.array(self.tokens[-1:]), self.num_run + 1
         position_T = np.arange(self.num_run, self.num_run + token_T.size)
         output_T = position_T == length - 1
         at, adapter = position_T, self.request.adapter
@@ -291,7 +300,12 @@ def serve(
                 elapsed_seconds=time.perf_counter() - start,
                 draft_stats=step.draft_stats.plus(*(one.draft_stats for one in found)),
             )
+            before = now.active
             now, events = _make_events(now, runs, drawn, step)
+            for row in before.keys() - now.active.keys():
+                seat = before[row]
+                size = seat.prompt_T.size
+                store.add_answer(now.cache.tail, row, seat.prefix, seat.text_T, size)
             yield from events
 
 
@@ -330,7 +344,7 @@ def _admit_request(
         sampler,
     )
     cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
-    prefix = store.find(model.config, request, prompt_T, edits)
+    prefix = store.find(request, prompt_T, edits)
     seat = _ActiveRequest(
         request, prompt_T, kind, prefix, prefix.num_run, edits=edits, read=read, read_steps=steps
     )
@@ -485,10 +499,9 @@ def _make_events(
             events.append(seat.make_event(Finish.NON_FINITE, step))
             continue
         stats = samples[row].draft_stats
+        seat.tokens.append(samples[row].token)
         seats[row] = seat = dataclasses.replace(
             seat,
-            newest_token=samples[row].token,
-            num_generated=seat.num_generated + 1,
             num_drafted=seat.num_drafted + (stats is not None),
             draft_stats=seat.draft_stats.plus(stats),
         )
@@ -502,9 +515,9 @@ def _make_events(
 def _finish_reason(active: _ActiveRequest) -> Finish | None:
     """Return why a request ends with its newest token, or None if it continues."""
     request = active.request
-    if request.until is not None and request.until(active.newest_token):
+    if request.until is not None and request.until(active.tokens[-1]):
         return Finish.STOP
-    if active.newest_token in request.eos_token_ids:
+    if active.tokens[-1] in request.eos_token_ids:
         return Finish.EOS
     return Finish.LENGTH if active.num_generated >= request.max_new_tokens else None
 
