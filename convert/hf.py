@@ -37,6 +37,7 @@ from jaxllm.convert.flax_msgpack import as_torch, open_flax
 from jaxllm.convert.gptq_awq import import_gptq_awq, list_tensor_names, make_rules
 from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
+from jaxllm.convert.score_head import read_score_head, write_score_head
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import path_exists, path_inside, read_json
@@ -173,14 +174,17 @@ def read_config(
             f"config.json: unknown fields {', '.join(names)}. Drop strict to ignore them"
         )
     table = TABLES[kind.model_type]
+    own = {name: value for name, value in data.items() if name != CONFIG_KEY}
+    if table.classifier is not None and kind.architectures == [table.classifier]:
+        return dataclasses.replace(table.read_config(own), score=read_score_head(own)), table
     for name in kind.architectures or ():
         if name not in table.architectures:
             raise ConfigError(
                 f"config.json: architectures is not supported: got {name!r:.60}, expected a plain"
-                f" causal model ({', '.join(table.architectures)} for {kind.model_type}). If the"
-                " tensors belong to one, write its name there"
+                f" causal model ({', '.join(table.architectures)} for {kind.model_type})"
+                f"{f' or {table.classifier}' if table.classifier else ''}. If the tensors belong to"
+                " one, write its name there"
             )
-    own = {name: value for name, value in data.items() if name != CONFIG_KEY}
     return table.read_config(own), table
 
 
@@ -192,7 +196,12 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], Architecture]:
     family = config.model_type
     found = (t for t in TABLES.values() if t.config.model_type == family and t.writes(config))
     table = next(found)
-    return table.write_config(config), table
+    data = table.write_config(config)
+    if config.score is None:
+        return data, table
+    if table.classifier is None:
+        raise ConfigError(f"transformers has no classifier of {family}, so it cannot be written")
+    return {**data, "architectures": [table.classifier], **write_score_head(config.score)}, table
 
 
 def write_hf(
@@ -240,7 +249,7 @@ def write_hf(
     write_checkpoint(
         directory,
         tensors,
-        {**generation, "config.json": {**data, **ids, "torch_dtype": dtype}},
+        {**generation, "config.json": {**ids, **data, "torch_dtype": dtype}},
         metadata={"format": "pt"},
         aligned=False,
         files=files,
