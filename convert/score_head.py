@@ -28,12 +28,14 @@ def read_score_head(data: Mapping[str, Any]) -> ScoreHead:
     count = 2 if fields.num_labels is None else fields.num_labels
     given = fields.id2label or {str(i): f"LABEL_{i}" for i in range(max(count, 1))}
     labels = tuple(str(given.get(str(i))) for i in range(len(given)))
-    if set(given) != set(map(str, range(len(given)))) or fields.num_labels not in (
-        None,
-        len(labels),
+    numbered = set(given) == set(map(str, range(len(given))))
+    if (
+        not numbered
+        or len(set(labels)) < len(labels)
+        or fields.num_labels not in (None, len(labels))
     ):
         raise ConfigError(
-            f"config.json: id2label must name labels 0, 1, ..., as many as num_labels"
+            "config.json: id2label must have distinct labels 0, 1, ..., as many as num_labels"
             f" ({fields.num_labels}): got {given!r:.80}"
         )
     return ScoreHead(

@@ -359,12 +359,23 @@ class LM:
         """
         for name in options.keys() - set(_EMBED_OPTIONS):
             raise ConfigError(f"embed has no option {name}{suggest_name(name, _EMBED_OPTIONS)}")
-        if isinstance(settings := self.embedding, JaxllmError):
-            raise settings
-        prompt = settings.prompt(prompt_name, instruction)
-        ids = self._encode_texts(texts, "embed", prompt)
+        ids = self.encode_texts(texts, prompt_name=prompt_name, instruction=instruction)
+        settings: Any = self.embedding  # `encode_texts` raises an error
         options = {"pooling": settings.pooling, "normalize": settings.normalize, **options}
         return embeddings(self.model, self.with_adapter(adapter).params, ids, **options)
+
+    def encode_texts(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids that `embed` runs. Raises what `embed` raises."""
+        if isinstance(self.embedding, JaxllmError):
+            raise self.embedding
+        prompt = self.embedding.prompt(prompt_name, instruction)
+        return self._encode_texts(texts, "embed", prompt)
 
     def classify(
         self,
@@ -425,32 +436,34 @@ class LM:
         Raises ConfigError for a method or a template that the model does not support; else what
         `embed` raises.
         """
-        if isinstance(documents, str) or not all(
-            isinstance(text, str) and text for text in (query, *documents)
-        ):
+        listed = not isinstance(documents, str) and isinstance(documents, Iterable)
+        texts = [query, *documents] if listed else []
+        if not texts or not all(isinstance(text, str) and text for text in texts):
             raise TokenError("rerank takes a query and a list of documents: texts, none empty")
+        if not isinstance(instruction, str | None):
+            raise ConfigError(f"instruction must be a text, got {instruction!r:.60}")
         head = self.config.score
         method = method or ("yes-no" if head is None else "score")
         if method == "cosine":
-            return self._cosines(query, documents, instruction, adapter=adapter, batch=batch)
+            return self._cosines(query, texts[1:], instruction, adapter=adapter, batch=batch)
         if method not in ("yes-no", "score"):
             raise ConfigError(f"method must be yes-no, score or cosine, got {method!r:.40}")
         if (tokenizer := self.tokenizer) is None:
             raise TokenError(f"{self.path} has no tokenizer, which rerank requires")
         begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
         values = {"instruction": instruction or INSTRUCTION, "query": query}
-        texts = [
+        ids = [
             begin + encode_template(tokenizer, template, {**values, "document": document})
-            for document in documents
+            for document in texts[1:]
         ]
         if method == "score":
-            scores_NL = self.classify(texts, adapter=adapter, batch=batch).scores
+            scores_NL = self.classify(ids, adapter=adapter, batch=batch).scores
             if scores_NL.shape[1] != 1:
                 raise ConfigError(f"rerank requires one label, the head has {scores_NL.shape[1]}")
             return scores_NL[:, 0]
         check_predicts_tokens(self.config)
         params, tokens = self.with_adapter(adapter).params, answer_ids(tokenizer, answers)
-        return softmax(last_logits(self.model, params, texts, tokens=tokens, batch=batch))[:, 1]
+        return softmax(last_logits(self.model, params, ids, tokens=tokens, batch=batch))[:, 1]
 
     def _cosines(
         self, query: str, documents: Sequence[str], instruction: str | None, **options: Any

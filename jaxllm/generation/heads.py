@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,23 @@ class Classification(NamedTuple):
     labels: tuple[str, ...]
     logits: np.ndarray
     scores: np.ndarray
+
+
+def describe(found: Classification) -> list[dict[str, Any]]:
+    """Return each text's best label, and the scores and logits in the order of the labels."""
+    return [
+        {
+            "label": found.labels[int(score_L.argmax())],
+            "scores": shortest_floats(score_L),
+            "logits": shortest_floats(logit_L),
+        }
+        for score_L, logit_L in zip(found.scores, found.logits, strict=True)
+    ]
+
+
+def shortest_floats(x_T: np.ndarray) -> list[float]:
+    """Return float32 numbers as floats with the fewest digits that identify them."""
+    return [float(str(x)) for x in x_T.astype(np.float32)]
 
 
 def to_scores(head: ScoreHead, logits_NL: np.ndarray) -> np.ndarray:
@@ -73,6 +90,8 @@ def encode_template(tokenizer: Tokenizer, template: str, values: Mapping[str, st
     ConfigError for a template with a field that has no value, or with a marker such as
     `<|im_start|>` that is no special token of this tokenizer.
     """
+    if not isinstance(template, str):
+        raise ConfigError(f"template must be a text, got {template!r:.60}")
     fields = set(re.findall(r"\{(\w*)\}", template))
     if not fields <= set(values) or "document" not in fields:
         raise ConfigError(
@@ -100,7 +119,8 @@ def encode_template(tokenizer: Tokenizer, template: str, values: Mapping[str, st
 
 def answer_ids(tokenizer: Tokenizer, answers: Sequence[str]) -> list[int]:
     """Return the ids of two answers, each one token. Raises ConfigError unless they are."""
-    if isinstance(answers, str) or len(answers) != 2 or not all(isinstance(a, str) for a in answers):
+    pair = isinstance(answers, list | tuple) and len(answers) == 2
+    if not pair or not all(isinstance(answer, str) for answer in answers):
         raise ConfigError(f'answers must be two tokens, such as ("no", "yes"): got {answers!r:.60}')
     ids = [tokenizer.id(answer) for answer in answers]
     for answer, index in zip(answers, ids, strict=True):

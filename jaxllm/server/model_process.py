@@ -119,6 +119,7 @@ class ModelProcess:
         self._programs, self._trim_at = 0, PROGRAMS_PER_TRIM
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
+            "rerank": self._rerank,
             "look": self._look,
             "score": self._score,
             "tokenize": self._tokenize,
@@ -129,6 +130,8 @@ class ModelProcess:
 
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows."""
+        if self.lm.config.score is not None:  # it predicts no tokens
+            return
         widths = [n for n in (1, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
         counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
         for count, length in itertools.product(counts, widths):
@@ -371,17 +374,26 @@ class ModelProcess:
 
     def _embed(self, frame: Frame) -> Frame:
         """Return float32 vectors as bytes, and the number of tokens of each text."""
-        texts = [self.lm.encode(text) for text in frame["texts"]]
+        texts = self.lm.encode_texts(frame["texts"], **frame["prompt"])
         for text in texts:
             if len(text) > self.lm.config.context_length:
                 raise _ContextExceeded(len(text), None, self.lm.config.context_length)
         vectors_ND = self.lm.embed(
-            texts, adapter=frame.get("adapter"), show_progress=False, **frame["options"]
+            texts, adapter=frame.get("adapter"), show_progress=False, normalize=True
         )
         return {
             "vectors": [vector.astype("<f4").tobytes() for vector in vectors_ND],
             "lengths": [len(text) for text in texts],
         }
+
+    def _rerank(self, frame: Frame) -> Frame:
+        """Return the relevance of each document, and the tokens of the query and the documents."""
+        usual = "cosine" if self.lm.config.score is None else "score"
+        options = {**frame["options"], "method": frame["options"]["method"] or usual}
+        query, documents = frame["query"], frame["documents"]
+        scores_N = self.lm.rerank(query, documents, adapter=frame.get("adapter"), **options)
+        tokens = sum(len(self.lm.encode(text)) for text in (query, *documents))
+        return {"scores": scores_N.tolist(), "tokens": tokens}
 
     def _look(self, frame: Frame) -> Frame:
         """Return the branch view of a text or of token ids."""

@@ -104,7 +104,9 @@ class Tokenizer:
             pad_id=ids.get("pad"),
             unk_id=ids.get("unk"),
             adds_bos=source.adds_bos,
-            end_id=None if source.end is None else plain.token_to_id(hidden.get(source.end, source.end)),
+            end_id=None
+            if source.end is None
+            else plain.token_to_id(hidden.get(source.end, source.end)),
             special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
             _plain=plain,
