@@ -1,7 +1,8 @@
 """Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
 
-Token log-probabilities and last logits, which need the same forward pass, are here too. `batching.llama_batch`
-pools what it decodes into a cache; here nothing is cached, so any layer can be used.
+Token log-probabilities and last logits, which need the same forward pass, are here too.
+`batching.llama_batch` pools what it decodes into a cache; here nothing is cached, so any layer can
+be used.
 """
 
 import math
@@ -94,7 +95,7 @@ def last_logits(
     batch: int = 16,
     show_progress: bool | None = None,
 ) -> np.ndarray:
-    """Return the logits at the last token of each text, float32 `[N, V]`, in the order of the texts.
+    """Return the logits at the last token of each text, float32 `[N, V]`, in the texts' order.
 
     tokens: ids of the tokens whose logits to return, in this order; by default all. A score head
     gives its outputs, `[N, labels]`. Raises what `embeddings` raises.

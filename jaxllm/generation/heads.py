@@ -1,4 +1,4 @@
-"""What a score head and the answer to a yes/no question say of a text: labels, rewards, relevance."""
+"""Labels, rewards and relevance: what a score head, or a yes or no, says of a text."""
 
 import re
 from collections.abc import Mapping, Sequence

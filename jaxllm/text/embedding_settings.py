@@ -1,4 +1,4 @@
-"""How a checkpoint's texts become vectors: the files of sentence-transformers beside the weights."""
+"""How a checkpoint turns texts into vectors: sentence-transformers' files beside the weights."""
 
 import os
 from collections.abc import Mapping
