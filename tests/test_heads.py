@@ -29,11 +29,7 @@ PAD = 3
 # Of several lengths; one begins with padding, and one is nothing but padding.
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8)]
 TEXTS += [[PAD, 9, 17, PAD, 20, PAD, PAD], [PAD, PAD]]
-FAMILIES = [
-    pytest.param(name, marks=[] if name in ("llama", "gpt2", "gemma2") else [pytest.mark.more])
-    for name in KINDS
-    if name != "granite"
-]
+FAMILIES = [name for name in KINDS if name != "granite"]  # transformers has no class for it
 
 
 def save_classifier(directory: Path, family: str, **changes: Any) -> Any:
@@ -131,14 +127,6 @@ def test_quantized_classifier_keeps_a_dense_head(tmp_path: Path) -> None:
     assert_close(lm.classify(TEXTS).logits, expected)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("mesh", ["tensor=2", "stage=2", "data=2,sequence=2"])
-def test_classifier_on_a_mesh(mesh: str, tmp_path: Path) -> None:
-    save_classifier(tmp_path, "llama", num_hidden_layers=2)
-    one = jaxllm.load(tmp_path, dtype="float32").classify(TEXTS).logits
-    assert_close(jaxllm.load(tmp_path, dtype="float32", mesh=mesh).classify(TEXTS).logits, one)
-
-
 @pytest.mark.parametrize("kind", [None, "regression", "multi_label_classification"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_scores_equal_the_pipeline_of_transformers(kind: Any, count: int) -> None:
@@ -180,7 +168,7 @@ def test_score_head_predicts_no_tokens(tmp_path: Path) -> None:
 
 
 def qwen_config(**changes: Any) -> dict[str, Any]:
-    config = theirs("qwen3", **changes).to_dict()
+    config = json.loads(json.dumps(theirs("qwen3", **changes).to_dict()))
     return {**config, "architectures": ["Qwen3ForSequenceClassification"]}
 
 
@@ -468,7 +456,7 @@ def test_classify_command_and_batch(run: Run, tmp_path: Path) -> None:
     out, _ = succeed(run, *asked, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     np.testing.assert_array_equal(np.float32([row["logits"] for row in rows]), found.logits)
-    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in [*texts, ""])
+    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in [*texts, [999]])
     status, out, _ = run(
         "batch", tmp_path / "a", "-", "--task", "classify", "--workers", "0", stdin=lines
     )

@@ -55,11 +55,10 @@ def embed(
     texts = read_texts(text, file)
     multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = loading.load(model)
+    options: dict[str, Any] = {"prompt_name": prompt_name, "instruction": instruction}
     given = {"pooling": pooling, "normalize": normalize}
-    options = {name: value for name, value in given.items() if value is not None}
-    vectors = lm.embed(
-        texts, prompt_name=prompt_name, instruction=instruction, layer=layer, batch=batch, **options
-    )
+    options |= {name: value for name, value in given.items() if value is not None}
+    vectors = lm.embed(texts, layer=layer, batch=batch, **options)
     if out is not None:
         _save_rows(out, vectors)
         log(f"{out}: {vectors.shape[0]} rows of {vectors.shape[1]}")
