@@ -24,7 +24,7 @@ from jaxllm.checkpoints.native import (
     read_model_json,
     write_checkpoint,
 )
-from jaxllm.config.model import ModelConfig
+from jaxllm.config.model import ModelConfig, ScoreHead
 from jaxllm.convert import flax_msgpack
 from jaxllm.convert.compressed_tensors import (
     COMPRESSED_TENSORS,
@@ -43,6 +43,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import path_exists, path_inside, read_json
 from jaxllm.models import FAMILIES, build, get_family, param_shapes
 from jaxllm.runtime.schema import as_schema
+from jaxllm.text.embedding_settings import MODULES
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors
@@ -105,6 +106,8 @@ def open_hf(
         _drop_tied_head(
             tensors, f"{get_family(config.model_type).token_table}.weight", str(directory)
         )
+    if HEAD not in tensors and not config.tie_word_embeddings and _is_embedder(directory, data):
+        config = dataclasses.replace(config, score=config.score or ScoreHead(labels=()))
     precision, formats = native_precision(tensors), dict[str, str]()
     complaints: list[str] = []
     if (scheme := _read_scheme(directory, data, tensors)) is not None:
@@ -129,6 +132,12 @@ def open_hf(
         file_format=FORMAT_NAME,
         ignored=unread_fields(data),
     )
+
+
+def _is_embedder(directory: Path, data: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint is meant for vectors, and so may lack an output matrix."""
+    bare = TABLES[data["model_type"]].architectures[1]
+    return data.get("architectures") == [bare] or path_exists(directory / MODULES)
 
 
 def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -199,6 +208,8 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], Architecture]:
     data = table.write_config(config)
     if config.score is None:
         return data, table
+    if not config.score.labels:
+        return {**data, "architectures": [table.architectures[1]]}, table
     if table.classifier is None:
         raise ConfigError(f"transformers has no classifier of {family}, so it cannot be written")
     return {**data, "architectures": [table.classifier], **write_score_head(config.score)}, table

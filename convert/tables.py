@@ -51,8 +51,8 @@ class Architecture(FieldTable, abc.ABC):
     Attributes:
         config: The class of our configurations.
         writes: Whether a configuration of this class is written as this `model_type`.
-        architectures: Supported classes; the first one is written. Other classes may have another
-            head or attend bidirectionally.
+        architectures: Supported classes; the first one is written, and the second one has no head.
+            Other classes may have another head or attend bidirectionally.
         classifier: The class with a score head; None: transformers has none.
         conv1d: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
         layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.

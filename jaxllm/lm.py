@@ -393,7 +393,7 @@ class LM:
 
         Raises ConfigError for a checkpoint without such a head; else what `embed` raises.
         """
-        if (head := self.config.score) is None:
+        if (head := self.config.score) is None or not head.labels:
             raise ConfigError(
                 f"{self.path} has no score head, which classify requires: load a checkpoint of a"
                 " ForSequenceClassification class"
@@ -442,12 +442,16 @@ class LM:
             raise TokenError("rerank takes a query and a list of documents: texts, none empty")
         if not isinstance(instruction, str | None):
             raise ConfigError(f"instruction must be a text, got {instruction!r:.60}")
-        head = self.config.score
-        method = method or ("yes-no" if head is None else "score")
+        labels = 0 if self.config.score is None else len(self.config.score.labels)
+        method = method or ("score" if labels else "yes-no")
         if method == "cosine":
             return self._cosines(query, texts[1:], instruction, adapter=adapter, batch=batch)
         if method not in ("yes-no", "score"):
             raise ConfigError(f"method must be yes-no, score or cosine, got {method!r:.40}")
+        if method == "score" and labels != 1:
+            raise ConfigError(f"method score needs a score head of one label, there are {labels}")
+        if method == "yes-no":
+            check_predicts_tokens(self.config)
         if (tokenizer := self.tokenizer) is None:
             raise TokenError(f"{self.path} has no tokenizer, which rerank requires")
         begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
@@ -457,11 +461,7 @@ class LM:
             for document in texts[1:]
         ]
         if method == "score":
-            scores_NL = self.classify(ids, adapter=adapter, batch=batch).scores
-            if scores_NL.shape[1] != 1:
-                raise ConfigError(f"rerank requires one label, the head has {scores_NL.shape[1]}")
-            return scores_NL[:, 0]
-        check_predicts_tokens(self.config)
+            return self.classify(ids, adapter=adapter, batch=batch).scores[:, 0]
         params, tokens = self.with_adapter(adapter).params, answer_ids(tokenizer, answers)
         return softmax(last_logits(self.model, params, ids, tokens=tokens, batch=batch))[:, 1]
 

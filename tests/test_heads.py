@@ -160,7 +160,7 @@ def test_score_head_predicts_no_tokens(tmp_path: Path) -> None:
         lambda: jaxllm.beam_search(model, params, [[5]], max_new_tokens=1, num_beams=2),
         lambda: next_token_loss(model, params, forward, np.zeros((1, 5), np.int32)),
     ):
-        with pytest.raises(ConfigError, match="score head of 3 labels"):
+        with pytest.raises(ConfigError, match="predicts no tokens"):
             use()
     plain = jaxllm.load("demo:llama")
     with pytest.raises(ConfigError, match="has no score head, which classify requires"):
@@ -188,6 +188,39 @@ def test_invalid_heads_are_refused(changes: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         read_config({**qwen_config(), **changes})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("marked", ["by its class", "by modules.json"])
+def test_embedding_model_needs_no_output_matrix(marked: str, tmp_path: Path) -> None:
+    """A checkpoint without lm_head loads if its class has no head, as e5-mistral's, or if
+    sentence-transformers' files are there. It embeds as transformers does, also saved again.
+    """
+    config = theirs("mistral")
+    torch_model = random_torch_model(config, make=transformers.AutoModel)
+    torch_model.save_pretrained(tmp_path)
+    if marked == "by modules.json":
+        write_sentence_transformers(tmp_path, LAST)
+        data = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(
+            json.dumps({**data, "architectures": ["MistralForCausalLM"]})
+        )
+    found = jaxllm.load(tmp_path, dtype="float32")
+    with torch.no_grad():
+        last_D = torch_model(torch.tensor([TEXTS[2]])).last_hidden_state[0, -1].numpy()
+    assert_close(found.embed([TEXTS[2]], pooling="last")[0], last_D)
+    found.save(tmp_path / "native")
+    again = jaxllm.load(tmp_path / "native")
+    assert_close(again.embed([TEXTS[2]], pooling="last")[0], last_D)
+    write_hf(tmp_path / "b", open_hf(tmp_path))
+    read, info = transformers.AutoModel.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for ours, wanted in zip(read.parameters(), torch_model.parameters(), strict=True):
+        assert torch.equal(ours, wanted)
+    for use in (lambda: found.generate([5]), lambda: found.rerank("a", ["b"])):
+        with pytest.raises(JaxllmError, match="predicts no tokens"):
+            use()
+    with pytest.raises(ConfigError, match="has no score head"):
+        found.classify([[5]])
 
 
 def test_labels_have_transformers_defaults() -> None:
@@ -338,7 +371,7 @@ def test_score_head_ranks_the_same_text(qwen: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         logit = torch_model(torch.tensor([tokenizer(QUERY)["input_ids"]])).logits
     assert_close(ranker.classify([QUERY]).logits, logit.numpy())
-    with pytest.raises(ConfigError, match="score head of 1"):
+    with pytest.raises(ConfigError, match="predicts no tokens"):
         ranker.rerank(QUERY, DOCUMENTS, method="yes-no")
 
 
@@ -387,7 +420,7 @@ def test_pooling_options_replace_the_checkpoint_s(lm: jaxllm.LM) -> None:
         (lambda lm: lm.rerank("a", "b"), TokenError, "texts, none empty"),
         (lambda lm: lm.rerank("a", None), TokenError, "texts, none empty"),
         (lambda lm: lm.rerank("a", ["b"], method="best"), ConfigError, "yes-no, score or cosine"),
-        (lambda lm: lm.rerank("a", ["b"], method="score"), ConfigError, "has no score head"),
+        (lambda lm: lm.rerank("a", ["b"], method="score"), ConfigError, "one label, there are 0"),
         (lambda lm: lm.rerank("a", ["b"], template="{query}"), ConfigError, "{document}"),
         (lambda lm: lm.rerank("a", ["b"], template="{document}{x}"), ConfigError, "none but"),
         (lambda lm: lm.rerank("a", ["b"], template="<|x|>{document}"), ConfigError, "no special"),
@@ -464,4 +497,4 @@ def test_classify_command_and_batch(run: Run, tmp_path: Path) -> None:
     assert status == 1 and "error" in answers[2]
     np.testing.assert_array_equal(np.float32([a["scores"] for a in answers[:2]]), found.scores)
     assert_refused(run, "has no score head", "classify", "demo:llama", "--text", "x")
-    assert_refused(run, "score head of 3 labels", "generate", tmp_path / "a", "x")
+    assert_refused(run, "predicts no tokens", "generate", tmp_path / "a", "x")

@@ -200,12 +200,12 @@ ProblemType = Literal[
 class ScoreHead:
     """The linear head of a classifier or a reward model, which has no output matrix.
 
-    labels: names of its outputs. problem_type: how outputs become scores; None: as their number
-    suggests (`jaxllm.generation.heads.to_scores`). pad_token_id: a text's outputs are those of its
-    last token that is not this one.
+    labels: names of its outputs; none if there is no head at all. problem_type: how outputs become
+    scores; None: as their number suggests (`jaxllm.generation.heads.to_scores`). pad_token_id: a
+    text's outputs are those of its last token that is not this one.
     """
 
-    labels: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1 << 20)]
+    labels: Annotated[tuple[str, ...], Meta(max_length=1 << 20)]
     problem_type: ProblemType | None = None
     pad_token_id: int | None = None
 

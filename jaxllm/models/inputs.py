@@ -41,11 +41,11 @@ def check_model(model: Any, params: Any, *, any_head: bool = False) -> None:
 
 
 def check_predicts_tokens(config: ModelConfig) -> None:
-    """Raise ConfigError for a model with a score head."""
+    """Raise ConfigError for a model without an output matrix."""
     if config.score is not None:
         raise ConfigError(
-            f"this model has a score head of {len(config.score.labels)} labels in place of an"
-            " output matrix, so it predicts no tokens. Use classify, rerank or embed"
+            "this model has no output matrix, so it predicts no tokens. Use embed or, if it has a"
+            " score head, classify or rerank"
         )
 
 

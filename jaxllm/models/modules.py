@@ -137,7 +137,9 @@ def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array)
     A score head's outputs are neither scaled nor capped.
     """
     if config.score is not None:
-        score = Linear(len(config.score.labels), False, precision, "float32", name="score")
+        if (count := len(config.score.labels)) == 0:
+            return x[..., :0].astype(jnp.float32)
+        score = Linear(count, False, precision, out_dtype="float32", name="score")
         return score(x)
     if config.tie_word_embeddings:
         logits = linear(x, table)

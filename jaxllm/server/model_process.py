@@ -388,7 +388,8 @@ class ModelProcess:
 
     def _rerank(self, frame: Frame) -> Frame:
         """Return the relevance of each document, and the tokens of the query and the documents."""
-        usual = "cosine" if self.lm.config.score is None else "score"
+        head = self.lm.config.score
+        usual = "score" if head is not None and head.labels else "cosine"
         options = {**frame["options"], "method": frame["options"]["method"] or usual}
         query, documents = frame["query"], frame["documents"]
         scores_N = self.lm.rerank(query, documents, adapter=frame.get("adapter"), **options)

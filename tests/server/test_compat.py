@@ -56,7 +56,7 @@ def test_rerank_refuses_other_methods(server: RunningServer) -> None:
     asked = {"query": "One day", "documents": TEXTS}
     for method, message in (
         ("best", "method must be yes-no, score or cosine"),
-        ("score", "has no score head"),
+        ("score", "needs a score head of one label, there are 0"),
         ("yes-no", "no special token <|im_"),
         (5, "method must be"),
     ):
@@ -87,7 +87,7 @@ def test_server_of_a_reward_model_ranks_by_its_head(tmp_path: Path) -> None:
         vector = lm.embed([QUERY], prompt_name="query")[0]
         np.testing.assert_allclose(found["data"][0]["embedding"], vector, rtol=1e-4, atol=1e-5)
         status, found = post(running, "/v1/completions", {"prompt": "x"})
-        assert status == 400 and "score head of 1 labels" in found["error"]["message"]
+        assert status == 400 and "predicts no tokens" in found["error"]["message"]
 
 
 def test_conversations_are_counted(server: RunningServer) -> None:
