@@ -19,6 +19,7 @@ from jaxllm.convert.hf import TABLES, open_hf, read_config, write_hf
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TokenError
 from jaxllm.evaluate.verify import transformers_directory
 from jaxllm.generation.heads import to_scores
+from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.text.embedding_settings import EmbeddingSettings, read_embedding_settings
 from jaxllm.train.objective import next_token_loss
 from jaxllm.weights.formats import weight_format
@@ -125,6 +126,18 @@ def test_quantized_classifier_keeps_a_dense_head(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch_model(**pad(TEXTS, "right")).logits.numpy()
     assert_close(lm.classify(TEXTS).logits, expected)
+
+
+def test_classes_have_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+    """With `invariant`, a text's logits do not depend on the texts beside it."""
+    save_classifier(tmp_path, "llama", num_hidden_layers=2)
+    lm = jaxllm.load(tmp_path, dtype="float32", invariant=True)
+    if not has_invariant_rows(lm.model, lm.params):
+        pytest.skip("needs the native kernels")
+    found = lm.classify(TEXTS).logits
+    np.testing.assert_array_equal(found, lm.classify(TEXTS, batch=2).logits)
+    alone = [lm.classify([text]).logits[0] for text in TEXTS]
+    np.testing.assert_array_equal(found, alone)
 
 
 @pytest.mark.parametrize("kind", [None, "regression", "multi_label_classification"])
