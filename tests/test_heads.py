@@ -18,9 +18,11 @@ from jaxllm.config.model import ScoreHead
 from jaxllm.convert.hf import TABLES, open_hf, read_config, write_hf
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TokenError
 from jaxllm.evaluate.verify import transformers_directory
+from jaxllm.files import copy_files
 from jaxllm.generation.heads import to_scores
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.text.embedding_settings import EmbeddingSettings, read_embedding_settings
+from jaxllm.text.formats import tokenizer_files
 from jaxllm.train.objective import next_token_loss
 from jaxllm.weights.formats import weight_format
 from tests.conftest import Run, assert_refused, succeed
@@ -486,6 +488,37 @@ def test_pooling_settings_are_read(pooling: Any, expected: str, tmp_path: Path) 
     write_sentence_transformers(tmp_path, pooling)
     assert read_embedding_settings(tmp_path).pooling == expected
     assert not read_embedding_settings(tmp_path).normalize
+
+
+def test_pooling_settings_from_the_hub_cache(tmp_path: Path) -> None:
+    """There a snapshot's files are links into blobs; links elsewhere are neither read nor copied."""
+    write_sentence_transformers(tmp_path, LAST)
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "x"
+    (snapshot / "1_Pooling").mkdir(parents=True)
+    for name in ("modules.json", "1_Pooling/config.json"):
+        blob = tmp_path / "blobs" / name.replace("/", "_")
+        (tmp_path / name).rename(blob)
+        (snapshot / name).symlink_to(blob)
+    assert read_embedding_settings(snapshot).pooling == "last"
+    (tmp_path / "1_Pooling").rmdir()
+    copy_files(tokenizer_files(snapshot), tmp_path)
+    assert read_embedding_settings(tmp_path).pooling == "last"
+    (snapshot / "1_Pooling" / "all").symlink_to("/")
+    (tmp_path / "new").mkdir()
+    copy_files(tokenizer_files(snapshot), tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new").rglob("*")) == [
+        "1_Pooling", "config.json", "modules.json",
+    ]  # fmt: skip
+    (snapshot / "1_Pooling" / "config.json").unlink()
+    (snapshot / "1_Pooling" / "config.json").symlink_to(tmp_path / "1_Pooling" / "config.json")
+    with pytest.raises(CheckpointError, match="leaves the directory"):
+        read_embedding_settings(snapshot)
+    (tmp_path / "new" / "modules.json").write_text(
+        json.dumps([{"type": "x.Pooling", "path": "../1_Pooling"}])
+    )
+    with pytest.raises(CheckpointError, match="not a plain folder name"):
+        read_embedding_settings(tmp_path / "new")
 
 
 def test_classify_command_and_batch(run: Run, tmp_path: Path) -> None:

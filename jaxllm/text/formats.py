@@ -59,7 +59,8 @@ def tokenizer_files(directory: Path) -> list[Path]:
     the pooling's.
     """
     files = [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
-    return [*files, *(file.parent for file in sorted(directory.glob("*_Pooling/config.json")))]
+    pooling = (file.parent for file in sorted(directory.glob("*_Pooling/config.json")))
+    return [*files, *(folder for folder in pooling if not folder.is_symlink())]
 
 
 def find_tokenizer_format(directory: Path) -> tuple[str, ...] | None:
