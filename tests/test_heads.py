@@ -491,7 +491,7 @@ def test_pooling_settings_are_read(pooling: Any, expected: str, tmp_path: Path) 
 
 
 def test_pooling_settings_from_the_hub_cache(tmp_path: Path) -> None:
-    """There a snapshot's files are links into blobs; links elsewhere are neither read nor copied."""
+    """A snapshot's files are links into blobs; links elsewhere are neither read nor copied."""
     write_sentence_transformers(tmp_path, LAST)
     (tmp_path / "blobs").mkdir()
     snapshot = tmp_path / "snapshots" / "x"

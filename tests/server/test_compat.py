@@ -69,20 +69,22 @@ def test_rerank_refuses_other_methods(server: RunningServer) -> None:
 
 @pytest.mark.more
 def test_server_of_a_reward_model_ranks_by_its_head(tmp_path: Path) -> None:
-    """It ranks by score and embeds as `LM` does, and refuses to generate with status 400."""
+    """It ranks by its head, or by `--rerank`, and embeds as `LM` does; it refuses to generate."""
     size = {"vocab_size": 340, "max_position_embeddings": 512, "num_hidden_layers": 1}
     save_classifier(tmp_path, "qwen3", num_labels=1, pad_token_id=0, **size)
     write_tokenizer(tmp_path)
     write_sentence_transformers(tmp_path, LAST, "Normalize")
     lm = jaxllm.load(tmp_path)
-    with start_server(model=str(tmp_path)) as running:
+    with start_server("--rerank", "cosine", model=str(tmp_path)) as running:
         asked = {"query": QUERY, "documents": DOCUMENTS, "instruction": "Find it"}
-        status, found = post(running, "/rerank", asked)
-        assert status == 200
-        scores = {r["index"]: r["relevance_score"] for r in found["results"]}
-        expected = lm.rerank(QUERY, DOCUMENTS, instruction="Find it")
-        np.testing.assert_allclose([scores[i] for i in range(3)], expected, rtol=1e-4)
-        assert [*scores.values()] == sorted(scores.values(), reverse=True)
+        for method in ("score", "cosine"):
+            body = {**asked, "method": method} if method == "score" else asked
+            status, found = post(running, "/rerank", body)
+            assert status == 200
+            scores = {r["index"]: r["relevance_score"] for r in found["results"]}
+            expected = lm.rerank(QUERY, DOCUMENTS, method=method, instruction="Find it")
+            np.testing.assert_allclose([scores[i] for i in range(3)], expected, rtol=1e-4)
+            assert [*scores.values()] == sorted(scores.values(), reverse=True)
         _, found = post(running, "/v1/embeddings", {"input": [QUERY], "prompt_name": "query"})
         vector = lm.embed([QUERY], prompt_name="query")[0]
         np.testing.assert_allclose(found["data"][0]["embedding"], vector, rtol=1e-4, atol=1e-5)
