@@ -133,6 +133,7 @@ def make_table(
     own = {f.theirs for f in fields} | {f.ours for f in fields} | set(omit)
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
     options.setdefault("model_type", config.model_type)
+    options.setdefault("classifier", f"{architecture}ForSequenceClassification")
     return DecoderArchitecture(
         config=config,
         architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),

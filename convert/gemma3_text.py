@@ -58,6 +58,7 @@ GEMMA3 = make_table(
     Field("sliding_window_pattern", "sliding_window_pattern", 6),
     Field("_sliding_window_pattern", "_sliding_window_pattern", None),
     ignored_fields=IGNORED | {"rope_local_base_freq"},
+    classifier="Gemma3TextForSequenceClassification",
     heads_divide_width=True,
     theta=GLOBAL_THETA,
     prepare=lambda data: _split_ropes(data)[0],

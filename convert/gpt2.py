@@ -51,6 +51,7 @@ GPT2 = GPT2Architecture(
     model_type="gpt2",
     config=GPT2Config,
     architectures=("GPT2LMHeadModel", "GPT2Model"),
+    classifier="GPT2ForSequenceClassification",
     fields=FIELDS,
     allowed_values={**COMMON_ALLOWED, "layer_types": ()},
     # reorder_and_upcast_attn: attention is always in float32 here. n_ctx: a second name of

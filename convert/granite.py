@@ -17,5 +17,6 @@ TABLES = (
         ATTENTION_BIAS,
         MLP_BIAS,
         *(Field(name, name, 1.0) for name in MULTIPLIERS),
+        classifier=None,
     ),
 )

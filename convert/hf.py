@@ -24,7 +24,7 @@ from jaxllm.checkpoints.native import (
     read_model_json,
     write_checkpoint,
 )
-from jaxllm.config.model import ModelConfig
+from jaxllm.config.model import ModelConfig, ScoreHead
 from jaxllm.convert import flax_msgpack
 from jaxllm.convert.compressed_tensors import (
     COMPRESSED_TENSORS,
@@ -37,11 +37,13 @@ from jaxllm.convert.flax_msgpack import as_torch, open_flax
 from jaxllm.convert.gptq_awq import import_gptq_awq, list_tensor_names, make_rules
 from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
+from jaxllm.convert.score_head import read_score_head, write_score_head
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import path_exists, path_inside, read_json
 from jaxllm.models import FAMILIES, build, get_family, param_shapes
 from jaxllm.runtime.schema import as_schema
+from jaxllm.text.embedding_settings import MODULES
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors
@@ -104,6 +106,8 @@ def open_hf(
         _drop_tied_head(
             tensors, f"{get_family(config.model_type).token_table}.weight", str(directory)
         )
+    if HEAD not in tensors and not config.tie_word_embeddings and _is_embedder(directory, data):
+        config = dataclasses.replace(config, score=config.score or ScoreHead(labels=()))
     precision, formats = native_precision(tensors), dict[str, str]()
     complaints: list[str] = []
     if (scheme := _read_scheme(directory, data, tensors)) is not None:
@@ -128,6 +132,12 @@ def open_hf(
         file_format=FORMAT_NAME,
         ignored=unread_fields(data),
     )
+
+
+def _is_embedder(directory: Path, data: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint is meant for vectors, and so may lack an output matrix."""
+    bare = TABLES[data["model_type"]].architectures[1]
+    return data.get("architectures") == [bare] or path_exists(directory / MODULES)
 
 
 def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -173,14 +183,17 @@ def read_config(
             f"config.json: unknown fields {', '.join(names)}. Drop strict to ignore them"
         )
     table = TABLES[kind.model_type]
+    own = {name: value for name, value in data.items() if name != CONFIG_KEY}
+    if table.classifier is not None and kind.architectures == [table.classifier]:
+        return dataclasses.replace(table.read_config(own), score=read_score_head(own)), table
     for name in kind.architectures or ():
         if name not in table.architectures:
             raise ConfigError(
                 f"config.json: architectures is not supported: got {name!r:.60}, expected a plain"
-                f" causal model ({', '.join(table.architectures)} for {kind.model_type}). If the"
-                " tensors belong to one, write its name there"
+                f" causal model ({', '.join(table.architectures)} for {kind.model_type})"
+                f"{f' or {table.classifier}' if table.classifier else ''}. If the tensors belong to"
+                " one, write its name there"
             )
-    own = {name: value for name, value in data.items() if name != CONFIG_KEY}
     return table.read_config(own), table
 
 
@@ -192,7 +205,14 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], Architecture]:
     family = config.model_type
     found = (t for t in TABLES.values() if t.config.model_type == family and t.writes(config))
     table = next(found)
-    return table.write_config(config), table
+    data = table.write_config(config)
+    if config.score is None:
+        return data, table
+    if not config.score.labels:
+        return {**data, "architectures": [table.architectures[1]]}, table
+    if table.classifier is None:
+        raise ConfigError(f"transformers has no classifier of {family}, so it cannot be written")
+    return {**data, "architectures": [table.classifier], **write_score_head(config.score)}, table
 
 
 def write_hf(
@@ -240,7 +260,7 @@ def write_hf(
     write_checkpoint(
         directory,
         tensors,
-        {**generation, "config.json": {**data, **ids, "torch_dtype": dtype}},
+        {**generation, "config.json": {**ids, **data, "torch_dtype": dtype}},
         metadata={"format": "pt"},
         aligned=False,
         files=files,

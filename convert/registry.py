@@ -18,6 +18,7 @@ from jaxllm.convert.hf import FORMAT_NAME, open_hf
 from jaxllm.errors import CheckpointError, JaxllmError, UnusedSettingsWarning
 from jaxllm.files import read_text
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.embedding_settings import EmbeddingSettings, read_embedding_settings
 from jaxllm.text.formats import read_special_tokens, tokenizer_files
 from jaxllm.text.save_tokenizer import write_tokenizer
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
@@ -36,11 +37,13 @@ class CheckpointSource(NamedTuple):
 class TextAssets(NamedTuple):
     """Tokenizer and chat template of a checkpoint.
 
-    chat_template: the template, or the error to raise if one is needed.
+    chat_template: the template, or the error to raise if one is needed. embedding: the settings of
+    embeddings, likewise.
     """
 
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | JaxllmError
+    embedding: EmbeddingSettings | JaxllmError = EmbeddingSettings()
 
 
 class CheckpointFormat(NamedTuple):
@@ -59,10 +62,18 @@ class CheckpointFormat(NamedTuple):
 def assets_from_directory(directory: Path) -> TextAssets:
     """Read the tokenizer and the chat template from Hugging Face files."""
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
+    return TextAssets(
+        tokenizer,
+        _value_or_error(ChatTemplate.from_directory, directory),
+        _value_or_error(read_embedding_settings, directory),
+    )
+
+
+def _value_or_error(read: Callable[[Path], Any], directory: Path) -> Any:
     try:
-        return TextAssets(tokenizer, ChatTemplate.from_directory(directory))
+        return read(directory)
     except JaxllmError as error:
-        return TextAssets(tokenizer, error)
+        return error
 
 
 def assets_from_gguf(path: Path) -> TextAssets:

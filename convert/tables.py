@@ -13,6 +13,7 @@ from jaxllm.weights.lazy import LazyTensor
 
 REQUIRED = object()  # as a default: the field must be present
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
 
 
 class Field(NamedTuple):
@@ -50,8 +51,9 @@ class Architecture(FieldTable, abc.ABC):
     Attributes:
         config: The class of our configurations.
         writes: Whether a configuration of this class is written as this `model_type`.
-        architectures: Supported classes; the first one is written. Other classes may have another
-            head or attend bidirectionally.
+        architectures: Supported classes; the first one is written, and the second one has no head.
+            Other classes may have another head or attend bidirectionally.
+        classifier: The class with a score head; None: transformers has none.
         conv1d: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
         layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.
         buffers: Regexes of buffers, which are not weights.
@@ -66,6 +68,7 @@ class Architecture(FieldTable, abc.ABC):
     config: type[ModelConfig]
     writes: Callable[[Any], bool] = lambda config: True
     architectures: tuple[str, ...]
+    classifier: str | None = None
     conv1d: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -96,6 +99,8 @@ class Architecture(FieldTable, abc.ABC):
         """Return the name under which a parameter is written."""
         if path == HEAD:
             return self.head
+        if path == SCORE:
+            return path
         return f"{self.prefix}{path}" if self.writes_prefix else path
 
 

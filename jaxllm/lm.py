@@ -40,7 +40,17 @@ from jaxllm.generation.completion import (
     to_finish_reason,
     top_logprobs,
 )
-from jaxllm.generation.embeddings import embeddings, log_probs
+from jaxllm.generation.embeddings import embeddings, last_logits, log_probs
+from jaxllm.generation.heads import (
+    INSTRUCTION,
+    RERANK_TEMPLATE,
+    Classification,
+    answer_ids,
+    encode_template,
+    softmax,
+    strip_padding,
+    to_scores,
+)
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
@@ -55,12 +65,14 @@ from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
 from jaxllm.generation.serve import PreparedRequest, answer_requests, prepare_request
 from jaxllm.models import FAMILIES
+from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype
 from jaxllm.sharding import MeshSpec, build_model
 from jaxllm.sharding.sharded_model import shard_model_like, unshard_model
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.load import NotLocal
@@ -85,6 +97,7 @@ class LM:
         generation: the contents of generation_config.json.
         path: the directory or file that it was loaded from.
         chat_template: the template, or the error to raise if one is needed.
+        embedding: the defaults of `embed`, likewise.
         recipe: the compression steps applied so far (`jaxllm.compress`), one line per step.
         adapters: the names of the loaded adapters.
         adapter: the default adapter; `with_adapter` returns a model with another.
@@ -99,6 +112,9 @@ class LM:
     chat_template: ChatTemplate | JaxllmError = dataclasses.field(
         default=TemplateError("this model has no chat template. Generate from plain text"),
         repr=False,
+    )
+    embedding: EmbeddingSettings | JaxllmError = dataclasses.field(
+        default=EmbeddingSettings(), repr=False
     )
     recipe: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     adapters: tuple[str, ...] = ()
@@ -335,20 +351,155 @@ class LM:
         return ids, self._resolve_options([ids], options, "serve")
 
     def embed(
-        self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any
+        self,
+        texts: Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        adapter: str | None = None,
+        **options: Any,
     ) -> np.ndarray:
         """Return one vector per text, float32 `[N, D]`: the pooled hidden states of a layer.
 
-        `texts` are text or token ids, and `adapter` is a name, as for `generate`. Options and
-        errors are those of `jaxllm.generation.embeddings.embeddings` (layer, pooling, normalize,
-        batch, show_progress); any other option raises ConfigError.
+        `texts` are text or token ids, and `adapter` is a name, as for `generate`. A text gets the
+        token at its end that the checkpoint's tokenizer puts there, and in front of it a prompt:
+        the one that the checkpoint calls `prompt_name` ("query"), or, with an `instruction`, the
+        queries' form of Qwen3-Embedding. Token ids are used unchanged.
+
+        Options and errors are those of `jaxllm.generation.embeddings.embeddings` (layer, pooling,
+        normalize, batch, show_progress); any other option raises ConfigError. The defaults of
+        pooling, normalize and prompt_name are those of sentence-transformers' files in the
+        checkpoint; CheckpointError is raised for what these require and jaxllm lacks.
         """
         for name in options.keys() - set(_EMBED_OPTIONS):
             raise ConfigError(f"embed has no option {name}{suggest_name(name, _EMBED_OPTIONS)}")
+        ids = self.encode_texts(texts, prompt_name=prompt_name, instruction=instruction)
+        settings: Any = self.embedding  # `encode_texts` raises an error
+        options = {"pooling": settings.pooling, "normalize": settings.normalize, **options}
+        return embeddings(self.model, self.with_adapter(adapter).params, ids, **options)
+
+    def encode_texts(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids that `embed` runs. Raises what `embed` raises."""
+        if isinstance(self.embedding, JaxllmError):
+            raise self.embedding
+        prompt = self.embedding.prompt(prompt_name, instruction)
+        return self._encode_texts(texts, "embed", prompt)
+
+    def classify(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        adapter: str | None = None,
+        batch: int = 16,
+        show_progress: bool | None = None,
+    ) -> Classification:
+        """Return the outputs of the checkpoint's score head for each text: classes or rewards.
+
+        texts: text or token ids, as for `embed`; a reward model rates a conversation's ids
+        (`chat_prompt`). The outputs are those at a text's last token that is not padding
+        (`ScoreHead.pad_token_id`), as in transformers' `ForSequenceClassification` classes.
+
+        Raises ConfigError for a checkpoint without such a head; else what `embed` raises.
+        """
+        if (head := self.config.score) is None or not head.labels:
+            raise ConfigError(
+                f"{self.path} has no score head, which classify requires: load a checkpoint of a"
+                " ForSequenceClassification class"
+            )
+        ids = self._encode_texts(texts, "classify")
+        logits_NL = last_logits(
+            self.model,
+            self.with_adapter(adapter).params,
+            [strip_padding(text, head.pad_token_id) for text in ids],
+            batch=batch,
+            show_progress=show_progress,
+        )
+        return Classification(head.labels, logits_NL, to_scores(head, logits_NL))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        method: str | None = None,
+        instruction: str | None = None,
+        template: str = RERANK_TEMPLATE,
+        answers: Sequence[str] = ("no", "yes"),
+        adapter: str | None = None,
+        batch: int = 16,
+    ) -> np.ndarray:
+        """Return the relevance of each document to a query, float32 `[N]`; higher is better.
+
+        Args:
+            method: "yes-no": the probability of the second of two answers after the template, as
+                Qwen3-Reranker does. "score": the output of a score head with one label, as
+                `classify` scores it, of the same text. "cosine": that of the vectors of `embed`,
+                with the prompts "query" and "document" if the checkpoint has them. The default is
+                "score" for a checkpoint with such a head, else "yes-no".
+            instruction: what the query asks for.
+            template: the whole text, with {instruction}, {query} and {document}; special tokens
+                spelled out in these stay text.
+            answers: the tokens for irrelevant and relevant.
+
+        Raises ConfigError for a method or a template that the model does not support; else what
+        `embed` raises.
+        """
+        listed = not isinstance(documents, str) and isinstance(documents, Iterable)
+        texts = [query, *documents] if listed else []
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise TokenError("rerank takes a query and a list of documents: texts, none empty")
+        if not isinstance(instruction, str | None):
+            raise ConfigError(f"instruction must be a text, got {instruction!r:.60}")
+        labels = 0 if self.config.score is None else len(self.config.score.labels)
+        method = method or ("score" if labels else "yes-no")
+        if method == "cosine":
+            return self._cosines(query, texts[1:], instruction, adapter=adapter, batch=batch)
+        if method not in ("yes-no", "score"):
+            raise ConfigError(f"method must be yes-no, score or cosine, got {method!r:.40}")
+        if method == "score" and labels != 1:
+            raise ConfigError(f"method score needs a score head of one label, there are {labels}")
+        if method == "yes-no":
+            check_predicts_tokens(self.config)
+        if (tokenizer := self.tokenizer) is None:
+            raise TokenError(f"{self.path} has no tokenizer, which rerank requires")
+        begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+        values = {"instruction": instruction or INSTRUCTION, "query": query}
+        ids = [
+            begin + encode_template(tokenizer, template, {**values, "document": document})
+            for document in texts[1:]
+        ]
+        if method == "score":
+            return self.classify(ids, adapter=adapter, batch=batch).scores[:, 0]
+        params, tokens = self.with_adapter(adapter).params, answer_ids(tokenizer, answers)
+        return softmax(last_logits(self.model, params, ids, tokens=tokens, batch=batch))[:, 1]
+
+    def _cosines(
+        self, query: str, documents: Sequence[str], instruction: str | None, **options: Any
+    ) -> np.ndarray:
+        prompts = getattr(self.embedding, "prompts", {})
+        names = [name if name in prompts else None for name in ("query", "document")]
+        asked = None if instruction is not None else names[0]
+        options["normalize"] = True
+        query_1D = self.embed([query], prompt_name=asked, instruction=instruction, **options)
+        cosine_N: np.ndarray = self.embed(documents, prompt_name=names[1], **options) @ query_1D[0]
+        return cosine_N
+
+    def _encode_texts(self, texts: Any, what: str, prompt: str = "") -> list[list[int]]:
+        """Return the ids of texts, with a prompt in front and the tokenizer's token at the end."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise TokenError(f"embed takes a list of texts, got {texts!r:.60}. Give [text]")
-        params = self.with_adapter(adapter).params
-        return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
+            raise TokenError(f"{what} takes a list of texts, got {texts!r:.60}. Give [text]")
+        end = None if self.tokenizer is None else self.tokenizer.end_id
+        suffix = [] if end is None else [end]
+        return [
+            [*self.encode(prompt + text), *suffix] if isinstance(text, str) else self.encode(text)
+            for text in texts
+        ]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
@@ -549,6 +700,7 @@ def load(
         generation=opened.generation,
         path=opened.directory,
         chat_template=texts.chat_template,
+        embedding=texts.embedding,
         recipe=opened.recipe,
         adapters=names,
         adapter=next(iter(names), None),

@@ -129,7 +129,7 @@ def forward(
         CacheMismatchError: for a cache of another model, batch size, or of other edits.
         ConfigError: for unknown sites, and edits that do not fit them.
     """
-    check_model(model, params)
+    check_model(model, params, any_head=True)
     _check_mass(attention_mass)
     if attention_weights and attention_mass is not False:
         raise ConfigError(
@@ -170,7 +170,7 @@ def decode_step(
 
     Raises what `forward` raises, and CapacityError if the cache is full.
     """
-    check_model(model, params)
+    check_model(model, params, any_head=True)
     check_usable(cache)
     token_B = as_array("tokens", token_B)
     if token_B.ndim != 1:
@@ -263,7 +263,7 @@ def _prefill_arguments(
     edits: EditMap | None,
 ) -> tuple[KVCache, tuple[Any, ...]]:
     """Check and pad the arguments of `prefill`; return the cache and those after it."""
-    check_model(model, params)
+    check_model(model, params, any_head=True)
     _check_mass(attention_mass)
     check_usable(cache)
     chunk = check_int("chunk", chunk, 1, error=TokenError)

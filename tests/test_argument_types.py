@@ -271,6 +271,11 @@ LMS: dict[str, Call] = {
         LM.embed, "- texts", lambda m: (m, [[5]]),
         {"adapter": "name", "pooling": "name", "pool": "name"},
     ),
+    "LM.classify": Call(LM.classify, "- texts", lambda m: (m, [[5]]), {"adapter": "name"}),
+    "LM.rerank": Call(
+        LM.rerank, "- texts texts", lambda m: (m, "a", ["b"]),
+        {"adapter": "name", "method": "name", "template": "name", "answers": "name"},
+    ),
     "LM.with_adapter": Call(LM.with_adapter, "- name", lambda m: (m, None)),
     "LM.init_cache": Call(LM.init_cache, "- whole whole?", lambda m: (m, 1, 8)),
     "LM.serve": Call(LM.serve, "- requests", lambda m: (m, []), {"rows": "whole"}),

@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.config.long_attention import LongAttention
-from jaxllm.config.model import HIDDEN_ACTS, ROPE_FIELDS
+from jaxllm.config.model import HIDDEN_ACTS, ROPE_FIELDS, ScoreHead
 from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
 from jaxllm.ops.activations import ACTIVATIONS
@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "sliding_window": 3,
         "attention": LongAttention(kind="dilated", segment_lengths=(2, 4), dilated_ratios=(1, 2)),
+        "score": ScoreHead(labels=("a", "b")),
     },
     "gpt2": {
         "vocab_size": 137,
@@ -45,6 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "scale_attn_weights": False,
         "scale_attn_by_inverse_layer_idx": True,
+        "score": ScoreHead(labels=("a", "b")),
     },
 }
 # Fields that only have an effect together with another field.

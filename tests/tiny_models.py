@@ -180,10 +180,15 @@ def theirs(family: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
 
 
-def random_torch_model(config: Any, seed: int = 0, spread: float = 0.3) -> Any:
+def random_torch_model(
+    config: Any,
+    seed: int = 0,
+    spread: float = 0.3,
+    make: Any = transformers.AutoModelForCausalLM,
+) -> Any:
     """Return a transformers model with every tensor random, including norms and biases."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = make.from_config(config)
     gemma = config.model_type.startswith("gemma")
     with torch.no_grad():
         for path, parameter in model.named_parameters():

@@ -64,7 +64,8 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     check_tree(tree, where)
     named = {role: tokens[index] for role, index in roles.items()}
     says = ggml.get("add_bos_token", adds_bos)
-    return TokenizerTree(tree, named, says is True and "bos" in named)
+    end = named.get("eos") if ggml.get("add_eos_token", False) is True else None
+    return TokenizerTree(tree, named, says is True and "bos" in named, end)
 
 
 def find_template(settings: Mapping[str, Any]) -> str | None:

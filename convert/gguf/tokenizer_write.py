@@ -67,7 +67,7 @@ def make_tokenizer_keys(
         "token_type": np.array(kinds, np.int32),
         **given,
         "add_bos_token": source.adds_bos,
-        "add_eos_token": False,
+        "add_eos_token": source.end is not None and source.end == roles.get("eos"),
     }
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     return found if template is None else {**found, "tokenizer.chat_template": template}

@@ -5,8 +5,8 @@ job and the model: the same rows in the same order, a fresh cache, the same numb
 does not matter which worker answers a group, how often, or when: the output is bit for bit the same
 with any number of workers, and after any number of kills.
 
-rows: the input. tasks: generate, score, embed. job: the settings, and the division into groups.
-worker: answers a group, and isolates rows that crash it. processes, ray_data: where workers run.
-output: the output. runner: a whole run. server: a background server for requests; deployment: the
-same behind Ray Serve.
+rows: the input. tasks: generate, score, embed, classify. job: the settings, and the division into
+groups. worker: answers a group, and isolates rows that crash it. processes, ray_data: where workers
+run. output: the output. runner: a whole run. server: a background server for requests; deployment:
+the same behind Ray Serve.
 """

@@ -1,4 +1,4 @@
-"""The table of tasks: generate, score, embed. Each is a function of a group of rows.
+"""The table of tasks: generate, score, embed, classify. Each is a function of a group of rows.
 
 An answer is a dict of JSON values: the columns of its task, or `error`. The other rows of a group
 may change a row's last bits, and nothing else; therefore groups are fixed.
@@ -14,6 +14,7 @@ from jaxllm.batch_inference.rows import Row
 from jaxllm.errors import ConfigError, JaxllmError, SamplingError, suggest_name
 from jaxllm.generation.completion import Completion
 from jaxllm.generation.embeddings import check_text, log_probs
+from jaxllm.generation.heads import describe, shortest_floats
 from jaxllm.generation.options import check_options
 from jaxllm.lm import LM
 
@@ -116,7 +117,7 @@ def _score_texts(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]
     return [
         {
             "tokens": ids,
-            "logprobs": _shortest_floats(logprob_T),
+            "logprobs": shortest_floats(logprob_T),
             "logprob": float(logprob_T.sum(dtype=np.float64)),
         }
         for ids, logprob_T in zip(texts, found, strict=True)
@@ -126,15 +127,41 @@ def _score_texts(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]
 def embed(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
     """Return pooled hidden states. If a text is invalid, each text of the group runs by itself."""
     try:
-        for row in rows:
-            _check_row_options(row, "embed", ())
-        prompts = [row.request["prompt"] for row in rows]
-        found_BD = lm.embed(prompts, batch=job.rows, show_progress=False, **job.options)
-        return [{"embedding": _shortest_floats(x_D)} for x_D in found_BD]
+        found_BD = lm.embed(_read_prompts(rows, "embed"), **_batch_options(job))
+        return [{"embedding": shortest_floats(x_D)} for x_D in found_BD]
     except JaxllmError as error:
-        if len(rows) == 1:
-            return [{"error": str(error)}]
-        return [answer for row in rows for answer in embed(lm, job, [row])]
+        return _answer_alone(embed, lm, job, rows, error)
+
+
+def classify(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
+    """Return the best label, the scores and the logits, in the order of the head's labels."""
+    try:
+        return describe(lm.classify(_read_prompts(rows, "classify"), **_batch_options(job)))
+    except JaxllmError as error:
+        return _answer_alone(classify, lm, job, rows, error)
+
+
+def _read_prompts(rows: Sequence[Row], task: str) -> list[Any]:
+    for row in rows:
+        _check_row_options(row, task, ())
+    return [row.request["prompt"] for row in rows]
+
+
+def _batch_options(job: BatchJob) -> dict[str, Any]:
+    return {"batch": job.rows, "show_progress": False, **job.options}
+
+
+def _answer_alone(
+    run: Callable[[LM, BatchJob, Sequence[Row]], list[Answer]],
+    lm: LM,
+    job: BatchJob,
+    rows: Sequence[Row],
+    error: JaxllmError,
+) -> list[Answer]:
+    """Return the answers of rows that failed together, each run by itself."""
+    if len(rows) == 1:
+        return [{"error": str(error)}]
+    return [answer for row in rows for answer in run(lm, job, [row])]
 
 
 def _check_row_options(row: Row, task: str, allowed: Sequence[str]) -> None:
@@ -143,20 +170,23 @@ def _check_row_options(row: Row, task: str, allowed: Sequence[str]) -> None:
             raise SamplingError(f"line {row.line}: {task} does not support {name} in a row")
 
 
-def _shortest_floats(x_T: np.ndarray) -> list[float]:
-    """Return float32 numbers as floats with the fewest digits that identify them."""
-    return [float(str(x)) for x in x_T.astype(np.float32)]
-
-
 def _check_embed(lm: LM, options: Mapping[str, Any]) -> None:
     lm.embed([], show_progress=False, **options)
+
+
+def _check_classify(lm: LM, options: Mapping[str, Any]) -> None:
+    lm.classify([], show_progress=False, **options)
 
 
 def _check_adapter(lm: LM, options: Mapping[str, Any]) -> None:
     lm.with_adapter(options.get("adapter"))
 
 
-_OPTIONS = {"score": ("adapter",), "embed": ("layer", "pooling", "normalize", "adapter")}
+_OPTIONS = {
+    "score": ("adapter",),
+    "embed": ("layer", "pooling", "normalize", "prompt_name", "instruction", "adapter"),
+    "classify": ("adapter",),
+}
 TASKS = {
     "generate": Task(
         generate,
@@ -175,4 +205,9 @@ TASKS = {
         {"tokens": "list<int32>", "logprobs": "list<float32>", "logprob": "float64"},
     ),
     "embed": Task(embed, _check_embed, {"embedding": "list<float32>"}),
+    "classify": Task(
+        classify,
+        _check_classify,
+        {"label": "string", "scores": "list<float32>", "logits": "list<float32>"},
+    ),
 }

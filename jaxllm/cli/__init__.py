@@ -1,12 +1,12 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
-Subcommands: generate, chat, serve, batch, embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; lens, steer;
-train (one command per training method). Shared: options (single flags), option_groups (sampling,
-loading), eval_data (evaluation text), calibration (calibration data of a recipe), command (flags of
-a function, MODEL in two spellings, usage errors), train_common (flags of every training command),
-lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal and conversation
-(input and state of chat), distributed (several processes).
+Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
+upcycle, infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; lens,
+steer; train (one command per training method). Shared: options (single flags), option_groups
+(sampling, loading), eval_data (evaluation text), calibration (calibration data of a recipe),
+command (flags of a function, MODEL in two spellings, usage errors), train_common (flags of every
+training command), lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal
+and conversation (input and state of chat), distributed (several processes).
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from jaxllm.cli import (
     batch,
     bench,
     chat,
+    classify,
     compress,
     convert,
     distributed,
@@ -63,6 +64,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "verify": (verify.verify, verify.EXAMPLE),
     "vectors": (vectors.vectors, vectors.EXAMPLE),
     "embed": (embed.embed, embed.EXAMPLE),
+    "classify": (classify.classify, classify.EXAMPLE),
     "lens": (lens.lens, lens.EXAMPLE),
     "steer": (steer.steer, steer.EXAMPLE),
     "export": (export.export, export.EXAMPLE),

@@ -43,12 +43,13 @@ def batch(
     sampling: SamplingOptions,
     loading: LoadingOptions,
 ) -> None:
-    """Generate from, score or embed every row of a file. Answers keep the order of the file and are
-    bit-identical for any number of workers; a row that fails has an error in place of its answer.
+    """Generate from, score, embed or classify every row of a file. Answers keep the order of the
+    file and are bit-identical for any number of workers; a row that fails has an error in place of
+    its answer.
 
     Args:
       file: Input rows: JSON lines or .parquet; - reads JSON lines from stdin.
-      task: Task: generate, score or embed.
+      task: Task: generate, score, embed or classify.
       field: Name of the prompt field; then all other fields but id are ignored.
       out: New output file, .parquet or JSON lines [default: JSON lines on stdout].
       resume: Resume an interrupted run from its --out file.

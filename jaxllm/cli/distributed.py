@@ -13,8 +13,8 @@ from jaxllm.runtime import multihost, signals, supervisor
 
 # Commands whose model can be on a mesh, and whose result all processes compute together.
 COMMANDS = (
-    "generate", "chat", "embed", "perplexity", "recall", "sensitivity", "verify", "vectors",
-    "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
+    "generate", "chat", "embed", "classify", "perplexity", "recall", "sensitivity", "verify",
+    "vectors", "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
 )  # fmt: skip
 _RUN_ONCE = "runs in a single process: leave out --distributed"
 # Why other commands run in one process, and what to do.

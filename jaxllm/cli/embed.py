@@ -21,8 +21,10 @@ def embed(
     text: Annotated[list[str] | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
     file: str | None = None,
     layer: int = -1,
-    pooling: str = "mean",
-    normalize: bool = False,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    prompt_name: str | None = None,
+    instruction: str | None = None,
     batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 16,
     out: Path | None = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
@@ -37,8 +39,10 @@ def embed(
       text: Text, @FILE to read a whole file, or - for stdin; repeatable.
       file: File with one text per line; - for stdin.
       layer: Layer: 0 is the embedding table, n the output of block n, -1 the last, normed.
-      pooling: Pooling over the tokens: mean, last or cls.
-      normalize: Scale each vector to Euclidean norm 1.
+      pooling: Pooling over the tokens: mean, last or cls [default: the checkpoint's, else mean].
+      normalize: Scale each vector to Euclidean norm 1 [default: the checkpoint's, else not].
+      prompt_name: Prompt of the checkpoint to put before each text, such as query.
+      instruction: Task of the texts, which are queries, in the form of Qwen3-Embedding.
       batch: Texts per batch.
       out: Output file, .npy or .safetensors [default: stdout].
       as_json: Print one JSON array per line.
@@ -48,10 +52,13 @@ def embed(
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name another file")
     check_writable("--out", out)
-    texts = _read_texts(text, file)
+    texts = read_texts(text, file)
     multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = loading.load(model)
-    vectors = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
+    options: dict[str, Any] = {"prompt_name": prompt_name, "instruction": instruction}
+    given = {"pooling": pooling, "normalize": normalize}
+    options |= {name: value for name, value in given.items() if value is not None}
+    vectors = lm.embed(texts, layer=layer, batch=batch, **options)
     if out is not None:
         _save_rows(out, vectors)
         log(f"{out}: {vectors.shape[0]} rows of {vectors.shape[1]}")
@@ -60,7 +67,7 @@ def embed(
         write((json.dumps(row) if as_json else " ".join(f"{x:.6g}" for x in row)) + "\n")
 
 
-def _read_texts(text: list[str] | None, file: str | None) -> list[str]:
+def read_texts(text: list[str] | None, file: str | None) -> list[str]:
     """Return the given texts, or the lines of the file."""
     if bool(text) == (file is not None):
         raise ConfigError("give either --text (repeatable) or --file")

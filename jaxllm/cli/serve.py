@@ -39,7 +39,8 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, metavar="SECONDS")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     chat_template: Path | None = None,
-    pooling: str = "mean",
+    pooling: str | None = None,
+    rerank: Annotated[str | None, typer.Option(metavar="METHOD")] = None,
     steer: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE")] = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL")] = None,
     draft_tokens: Annotated[int, typer.Option(min=1)] = 4,
@@ -71,7 +72,9 @@ def serve(
       grace: Time for running requests to finish after SIGTERM.
       threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
       chat_template: Jinja file to use instead of the checkpoint's chat template.
-      pooling: Pooling of embeddings: mean, last or cls.
+      pooling: Pooling of embeddings: mean, last or cls [default: the checkpoint's, else mean].
+      rerank: Method of /rerank: yes-no, score or cosine [default: score if the model has such a
+        head, else cosine].
       steer: Steering vector that requests may name, GGUF or safetensors; repeatable.
       draft: Draft model for speculative decoding, smaller, with the same vocabulary; or lookup, to
         repeat what followed the same words before. Answers have the same bits with and without.
@@ -91,12 +94,12 @@ def serve(
     keys = tuple(read_keys(api_key_file)) if api_key_file else ()
     settings = ServerSettings(
         names=tuple(name or [default_name(model)]), keys=keys, origins=tuple(cors or ()),
-        max_waiting=max_waiting, body_bytes=parse_bytes("--max-body", max_body), pooling=pooling,
+        max_waiting=max_waiting, body_bytes=parse_bytes("--max-body", max_body), rerank=rerank,
     )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1") and unix is None and not keys:
         log(f"jaxllm: anybody who reaches {host} may ask; --api-key-file requires a key")
     client = ModelClient(
-        partial(load_model, loading, model, chat_template),
+        partial(load_model, loading, model, chat_template, pooling),
         ModelSettings(
             rows,
             capacity or 0,
@@ -130,7 +133,9 @@ def read_names(values: list[str]) -> dict[str, str]:
     return named
 
 
-def load_model(loading: LoadingOptions, model: str, chat_template: Path | None) -> Any:
+def load_model(
+    loading: LoadingOptions, model: str, chat_template: Path | None, pooling: str | None
+) -> Any:
     """Load the model, in its process."""
     import dataclasses
 
@@ -140,6 +145,11 @@ def load_model(loading: LoadingOptions, model: str, chat_template: Path | None) 
 
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
+    if pooling is not None:
+        from jaxllm.text.embedding_settings import EmbeddingSettings
+
+        known = lm.embedding if isinstance(lm.embedding, EmbeddingSettings) else EmbeddingSettings()
+        lm = dataclasses.replace(lm, embedding=dataclasses.replace(known, pooling=pooling))
     return lm
 
 

@@ -191,11 +191,31 @@ class Rope:
         return found
 
 
+ProblemType = Literal[
+    "regression", "single_label_classification", "multi_label_classification"
+]  # of transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreHead:
+    """The linear head of a classifier or a reward model, which has no output matrix.
+
+    labels: names of its outputs; none if there is no head at all. problem_type: how outputs become
+    scores; None: as their number suggests (`jaxllm.generation.heads.to_scores`). pad_token_id: a
+    text's outputs are those of its last token that is not this one.
+    """
+
+    labels: Annotated[tuple[str, ...], Meta(max_length=1 << 20)]
+    problem_type: ProblemType | None = None
+    pad_token_id: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Configuration that all architectures share. Each key/value head serves equally many queries.
 
-    per_layer_fields: names of the fields that have one entry per layer.
+    per_layer_fields: names of the fields that have one entry per layer. score: the head in place
+    of the output matrix; logits are then its outputs, `[..., labels]`.
     """
 
     model_type: ClassVar[str]
@@ -212,6 +232,7 @@ class ModelConfig:
     max_position_embeddings: TokenCount
     norm_eps: Annotated[float, Meta(ge=0, lt=1)]
     tie_word_embeddings: bool
+    score: ScoreHead | None = None
 
     def __post_init__(self) -> None:
         if complaints := self._complaints():
@@ -346,4 +367,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""
-        return {"model_type": self.model_type, **dataclasses.asdict(self)}
+        fields = {"model_type": self.model_type, **dataclasses.asdict(self)}
+        if self.score is None:  # keep the files of models without it unchanged
+            del fields["score"]
+        return fields

@@ -18,6 +18,7 @@ from jaxllm.evaluate.parity.backends import Backend, JaxBackend
 from jaxllm.evaluate.parity.process_zero import on_process_zero
 from jaxllm.evaluate.parity.tolerance import Tolerance
 from jaxllm.lm import LM, load
+from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.runtime import signals
 from jaxllm.runtime.validation import check_dtype
 from jaxllm.weights.formats import weight_format
@@ -78,6 +79,7 @@ def verify(
         dtype = dtype or "float32"
         lm = load(model, dtype=dtype, quantize=quantize, show_progress=show_progress)
         files = model
+    check_predicts_tokens(lm.config)
     ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
     case = compare.example_case(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)

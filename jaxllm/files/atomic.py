@@ -154,13 +154,17 @@ def finite_json(value: Any) -> Any:
 
 
 def copy_files(files: Iterable[Path], directory: Path) -> None:
-    """Copy files into a directory.
+    """Copy files into a directory, and those in a folder, but no further, into one of its name.
 
     Raises:
       CheckpointError: a file is a link that leaves its directory (`path_inside`), or cannot be
           written.
     """
     for path in files:
+        if path.is_dir():
+            (directory / path.name).mkdir()
+            copy_files(filter(Path.is_file, sorted(path.iterdir())), directory / path.name)
+            continue
         source = path_inside(path.parent, path.name)
         with open_regular(source) as file, atomic_file(directory / path.name) as copy:
             shutil.copyfileobj(file, copy)

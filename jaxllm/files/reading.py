@@ -80,8 +80,9 @@ def path_inside(directory: Path, name: str) -> Path:
     regular_size(path)
     home = directory.resolve()
     homes = [home]
-    if home.parent.name == "snapshots":  # Hugging Face cache: snapshots/x links into blobs
-        homes.append(home.parent.parent / "blobs")
+    for above in home.parents[:2]:  # Hugging Face cache: snapshots/x, or a folder in it, links
+        if above.name == "snapshots":  # into blobs
+            homes.append(above.parent / "blobs")
     if path.resolve().parent not in homes:
         raise CheckpointError(
             f"{directory}: {name} is a link that leaves the directory. Replace it by a copy"

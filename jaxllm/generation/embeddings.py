@@ -1,11 +1,12 @@
 """Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
 
-Token log-probabilities, which need the same forward pass, are here too. `batching.llama_batch`
-pools what it decodes into a cache; here nothing is cached, so any layer can be used.
+Token log-probabilities and last logits, which need the same forward pass, are here too.
+`batching.llama_batch` pools what it decodes into a cache; here nothing is cached, so any layer can
+be used.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,29 +76,71 @@ def embeddings(
         CapacityError: for a text longer than the model's context.
         NonFiniteError: for hidden states that are NaN or infinite.
     """
-    check_model(model, params)
+    check_model(model, params, any_head=True)
     if not isinstance(texts, Iterable):
         raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
     layer = _check_options(model, layer, pooling, batch)
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    vectors_ND = np.zeros((len(ids), model.config.hidden_size), np.float32)
-    groups = group_by_length(ids, batch)
+    run = partial(embed_batch, model, params, layer=layer, pooling=pooling, normalize=normalize)
+    width = model.config.hidden_size
+    return _run_batches(ids, batch, width, run, "hidden states", show_progress)
+
+
+def last_logits(
+    model: Model,
+    params: Params,
+    texts: Sequence[Sequence[int]],
+    *,
+    tokens: Sequence[int] | None = None,
+    batch: int = 16,
+    show_progress: bool | None = None,
+) -> np.ndarray:
+    """Return the logits at the last token of each text, float32 `[N, V]`, in the texts' order.
+
+    tokens: ids of the tokens whose logits to return, in this order; by default all. A score head
+    gives its outputs, `[N, labels]`. Raises what `embeddings` raises.
+    """
+    check_model(model, params, any_head=True)
+    check_int("batch", batch, 1, error=ConfigError)
+    ids = [check_text(model, number, text) for number, text in enumerate(texts)]
+    head = model.config.score
+    outputs = model.config.vocab_size if head is None else len(head.labels)
+    token_V = np.arange(outputs) if tokens is None else np.array(tokens)
+    run = partial(_last_logits, model, params, token_V)
+    return _run_batches(ids, batch, len(token_V), run, "logits", show_progress)
+
+
+@partial(jax.jit, static_argnums=0)
+def _last_logits(
+    model: Model, params: Params, token_V: jax.Array, token_BT: jax.Array, position_BT: jax.Array
+) -> jax.Array:
+    last_B = position_BT.argmax(axis=1).astype(jnp.int32)
+    trace, _, _ = run_model(model, params, (), token_BT, position_BT, column_B=last_B)
+    return trace.logits[:, 0, token_V]
+
+
+def _run_batches(
+    ids: list[np.ndarray],
+    batch: int,
+    width: int,
+    run: Callable[[np.ndarray, np.ndarray], jax.Array],
+    what: str,
+    show_progress: bool | None,
+) -> np.ndarray:
+    """Return a row of `width` numbers per text. run: computes those of a batch of texts, padded.
+
+    Raises NonFiniteError, naming what the numbers are.
+    """
+    found_ND, groups = np.zeros((len(ids), width), np.float32), group_by_length(ids, batch)
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members in groups:
-            vectors_BD = embed_batch(
-                model,
-                params,
-                *pad_batch([ids[member] for member in members], batch),
-                layer=layer,
-                pooling=pooling,
-                normalize=normalize,
-            )
-            vectors_ND[members] = np.asarray(vectors_BD)[: len(members)]
+            found_BD = run(*pad_batch([ids[member] for member in members], batch))
+            found_ND[members] = np.asarray(found_BD)[: len(members)]
             advance()
-    if not np.isfinite(vectors_ND).all():
-        bad = int(np.argmin(np.isfinite(vectors_ND).all(axis=1)))
-        raise NonFiniteError(f"the hidden states of text {bad} are NaN or infinite")
-    return vectors_ND
+    if not np.isfinite(found_ND).all():
+        bad = int(np.argmin(np.isfinite(found_ND).all(axis=1)))
+        raise NonFiniteError(f"the {what} of text {bad} are NaN or infinite")
+    return found_ND
 
 
 def log_probs(
@@ -109,6 +152,7 @@ def log_probs(
     float32 logits fit into `LOGITS_BYTES` bytes. The batch may change the last bits of a result.
     Raises what `embeddings` raises.
     """
+    check_model(model, params)
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
     logprobs = [np.zeros(0, np.float32)] * len(ids)
     for members in group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
@@ -139,6 +183,7 @@ def prompt_logprobs(
     top: how many of the likeliest. Returns float32 `[T - 1]`, the numbers of `log_probs`; int32 and
     float32 `[T - 1, top]`, best first. Raises what `embeddings` raises.
     """
+    check_model(model, params)
     token_T = check_text(model, 0, ids)
     logprob_BT, top_BTN, top_logprob_BTN = _top_log_probs(
         model, params, *pad_batch([token_T], 1, targets=1), top=top

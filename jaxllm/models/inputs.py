@@ -22,8 +22,11 @@ from jaxllm.weights.paths import check_params
 Array = Any  # a jax or numpy array, or a tracer of one
 
 
-def check_model(model: Any, params: Any) -> None:
-    """Raise ConfigError unless these are a model and its parameters, in this order."""
+def check_model(model: Any, params: Any, *, any_head: bool = False) -> None:
+    """Raise ConfigError unless these are a model and its parameters, in this order.
+
+    any_head: whether logits of a score head will do, which are not those of tokens.
+    """
     if not isinstance(model, Model):
         remedy = "Build one with jaxllm.build(config), or use lm.model"
         if hasattr(model, "model") and hasattr(model, "params"):
@@ -32,7 +35,18 @@ def check_model(model: Any, params: Any) -> None:
             remedy = "Pass the model first, then its parameters"
         got = "a dict" if isinstance(model, Mapping) else f"{model!r:.60}"
         raise ConfigError(f"model must be a model, got {got}. {remedy}")
+    if not any_head:
+        check_predicts_tokens(model.config)
     check_params(params)
+
+
+def check_predicts_tokens(config: ModelConfig) -> None:
+    """Raise ConfigError for a model without an output matrix."""
+    if config.score is not None:
+        raise ConfigError(
+            "this model has no output matrix, so it predicts no tokens. Use embed or, if it has a"
+            " score head, classify or rerank"
+        )
 
 
 def check_inputs(

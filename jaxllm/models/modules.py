@@ -133,7 +133,15 @@ class Head(nn.Module):
 
 
 def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
-    """Return float32 logits, from the embedding table if tied, else from `lm_head`."""
+    """Return float32 logits, from the embedding table if tied, else from `lm_head`.
+
+    A score head's outputs are neither scaled nor capped.
+    """
+    if config.score is not None:
+        if (count := len(config.score.labels)) == 0:
+            return x[..., :0].astype(jnp.float32)
+        score = Linear(count, False, precision, out_dtype="float32", name="score")
+        return score(x)
     if config.tie_word_embeddings:
         logits = linear(x, table)
     else:

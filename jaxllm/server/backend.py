@@ -29,7 +29,7 @@ class ServerSettings:
         body_bytes: Largest body.
         read_seconds: Time for a request's body to arrive.
         ping_seconds: A stream without news sends a comment this often.
-        pooling: Of embeddings: mean, last or cls.
+        rerank: How documents are ranked if a request does not ask for a method (`LM.rerank`).
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class ServerSettings:
     body_bytes: int = 4 << 20
     read_seconds: float = 30.0
     ping_seconds: float = 15.0
-    pooling: str = "mean"
+    rerank: str | None = None
 
 
 class Backend:

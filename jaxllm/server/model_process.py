@@ -134,6 +134,7 @@ class ModelProcess:
         self._programs, self._trim_at = 0, PROGRAMS_PER_TRIM
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
+            "rerank": self._rerank,
             "look": self._look,
             "score": self._score,
             "tokenize": self._tokenize,
@@ -149,6 +150,8 @@ class ModelProcess:
         """
         from jaxllm.generation.background import BackgroundServer
 
+        if self.lm.config.score is not None:  # it predicts no tokens
+            return
         if self._speculation:
             plain = BackgroundServer(self.lm, **self._options)
             self._warm_up(plain)
@@ -385,17 +388,27 @@ class ModelProcess:
 
     def _embed(self, frame: Frame) -> Frame:
         """Return float32 vectors as bytes, and the number of tokens of each text."""
-        texts = [self.lm.encode(text) for text in frame["texts"]]
+        texts = self.lm.encode_texts(frame["texts"], **frame["prompt"])
         for text in texts:
             if len(text) > self.lm.config.context_length:
                 raise _ContextExceeded(len(text), None, self.lm.config.context_length)
         vectors_ND = self.lm.embed(
-            texts, adapter=frame.get("adapter"), show_progress=False, **frame["options"]
+            texts, adapter=frame.get("adapter"), show_progress=False, normalize=True
         )
         return {
             "vectors": [vector.astype("<f4").tobytes() for vector in vectors_ND],
             "lengths": [len(text) for text in texts],
         }
+
+    def _rerank(self, frame: Frame) -> Frame:
+        """Return the relevance of each document, and the tokens of the query and the documents."""
+        head = self.lm.config.score
+        usual = "score" if head is not None and head.labels else "cosine"
+        options = {**frame["options"], "method": frame["options"]["method"] or usual}
+        query, documents = frame["query"], frame["documents"]
+        scores_N = self.lm.rerank(query, documents, adapter=frame.get("adapter"), **options)
+        tokens = sum(len(self.lm.encode(text)) for text in (query, *documents))
+        return {"scores": scores_N.tolist(), "tokens": tokens}
 
     def _look(self, frame: Frame) -> Frame:
         """Return the branch view of a text or of token ids."""

@@ -42,7 +42,8 @@ class VectorRoutes:
         if form not in ("float", "base64"):
             raise invalid(f"encoding_format must be float or base64, got {form!r:.40}",
                           "encoding_format")  # fmt: skip
-        done = await self._embed(body, texts)
+        names = ("prompt_name", "instruction")
+        done = await self._call("embed", body, texts=texts, prompt={n: body.get(n) for n in names})
         data = [{"object": "embedding", "index": i, "embedding": _vector(vector, form)}
                 for i, vector in enumerate(done["vectors"])]  # fmt: skip
         total = sum(done["lengths"])
@@ -52,7 +53,7 @@ class VectorRoutes:
         )  # fmt: skip
 
     async def rerank(self, request: Request) -> Response:
-        """Order documents by the cosine of their vectors and the query's."""
+        """Order documents by their relevance to a query."""
         body = await read_body(request)
         query, documents = body.get("query"), body.get("documents", body.get("texts"))
         if not isinstance(query, str) or not query:
@@ -70,11 +71,11 @@ class VectorRoutes:
         top = body.get("top_n", len(documents))
         if type(top) is not int or top < 1:
             raise invalid(f"top_n must be a whole number from 1, got {top!r:.40}", "top_n")
-        done = await self._embed(body, [query, *documents])
-        query_D, *document_D = (np.frombuffer(v, "<f4") for v in done["vectors"])
+        options = {"instruction": body.get("instruction"),
+                   "method": body.get("method") or self._backend.settings.rerank}  # fmt: skip
+        done = await self._call("rerank", body, query=query, documents=documents, options=options)
         results: list[Frame] = [
-            {"index": i, "relevance_score": float(np.dot(query_D, vector_D))}
-            for i, vector_D in enumerate(document_D)
+            {"index": i, "relevance_score": score} for i, score in enumerate(done["scores"])
         ]
         if body.get("return_documents"):
             for result in results:
@@ -82,20 +83,15 @@ class VectorRoutes:
         results.sort(key=lambda result: -result["relevance_score"])
         if "texts" in body:  # as text-embeddings-inference asks, and wants its answer
             return json_response([_tei_result(result, documents, body) for result in results[:top]])
-        total = sum(done["lengths"])
+        total = done["tokens"]
         return json_response(
             {"object": "list", "model": self._backend.answer_name(body), "results": results[:top],
              "usage": {"prompt_tokens": total, "total_tokens": total}}
         )  # fmt: skip
 
-    async def _embed(self, body: Frame, texts: Sequence[Any]) -> Any:
-        options = {"normalize": True, "pooling": self._backend.settings.pooling}
-        return await self._backend.call(
-            "embed",
-            texts=texts,
-            adapter=self._backend.adapter(read_model_name(body)),
-            options=options,
-        )
+    async def _call(self, do: str, body: Frame, **fields: Any) -> Any:
+        adapter = self._backend.adapter(read_model_name(body))
+        return await self._backend.call(do, adapter=adapter, **fields)
 
 
 def _tei_result(result: Frame, documents: Sequence[str], body: Frame) -> Frame:

@@ -79,6 +79,7 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
     vocabulary = PartitionRule("vocabulary", VOCAB_AXES)
     yield rf"{re.escape(f.token_table)}\.weight", vocabulary
     yield r"lm_head\.weight", vocabulary
+    yield r"score\.weight", REPLICATED
     if f.position_table is not None:
         yield rf"{re.escape(f.position_table)}\.weight", REPLICATED
 

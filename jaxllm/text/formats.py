@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
 )
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
@@ -40,17 +42,25 @@ class TokenizerTree:
 
     `tree` has the structure of a `tokenizer.json`; every added token in it has its final id.
     `roles` maps those of `ROLES` that the checkpoint defines to the token's text. `adds_bos`:
-    whether prompts of this checkpoint start with a begin-of-text token.
+    whether prompts of this checkpoint start with a begin-of-text token. end: the token that its
+    post-processor puts after a text.
     """
 
     tree: dict[str, Any]
     roles: Mapping[str, str]
     adds_bos: bool
+    end: str | None = None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Return the tokenizer files in a directory, for copying them with a checkpoint."""
-    return [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
+    """Return the tokenizer files in a directory, for copying them with a checkpoint.
+
+    With them come the settings of embeddings: sentence-transformers' files, and the folder of
+    the pooling's.
+    """
+    files = [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
+    pooling = (file.parent for file in sorted(directory.glob("*_Pooling/config.json")))
+    return [*files, *(folder for folder in pooling if not folder.is_symlink())]
 
 
 def find_tokenizer_format(directory: Path) -> tuple[str, ...] | None:
@@ -105,8 +115,11 @@ def read_tree(directory: Path) -> TokenizerTree:
         model["dropout"] = None
     says = config.get("add_bos_token")
     if not isinstance(says, bool):
-        says = form[0] == "tokenizer.model" or _begins_with(tree, roles.get("bos"))
-    return TokenizerTree(tree, roles, says and "bos" in roles)
+        says = form[0] == "tokenizer.model" or roles.get("bos") in _tokens_around(tree, 0)
+    end = next((token for token in _tokens_around(tree, -1) if token in known), None)
+    if end is None and config.get("add_eos_token") is True:
+        end = roles.get("eos")
+    return TokenizerTree(tree, roles, says and "bos" in roles, end)
 
 
 def token_text(value: Any) -> str | None:
@@ -218,16 +231,16 @@ def _merge_tokens(
     return sorted(tokens, key=lambda token: token["id"])
 
 
-def _begins_with(tree: dict[str, Any], bos: str | None) -> bool:
-    """Return whether the tree's post-processor prepends this token to a single text."""
+def _tokens_around(tree: dict[str, Any], place: int) -> list[str]:
+    """Return the special tokens that the post-processor puts before (0) or after (-1) a text."""
     processor = tree.get("post_processor")
     if not isinstance(processor, dict):
-        return False
-    steps = processor.get("processors") or [processor]
+        return []
+    found, steps = [], processor.get("processors") or [processor]
     for step in steps if isinstance(steps, list) else []:
         single = step.get("single") if isinstance(step, dict) else None
-        first = single[0] if isinstance(single, list) and single else None
-        special = first.get("SpecialToken") if isinstance(first, dict) else None
-        if isinstance(special, dict) and special.get("id") == bos:
-            return True
-    return False
+        item = single[place] if isinstance(single, list) and single else None
+        special = item.get("SpecialToken") if isinstance(item, dict) else None
+        if isinstance(special, dict) and isinstance(special.get("id"), str):
+            found.append(special["id"])
+    return found

@@ -23,6 +23,7 @@ def write_tokenizer(source: TokenizerTree, template: str | None, directory: Path
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": source.adds_bos,
         "clean_up_tokenization_spaces": False,
+        **({} if source.end is None else {"add_eos_token": True}),
         **{f"{role}_token": text for role, text in source.roles.items()},
     }
     files = {"tokenizer.json": tree, "tokenizer_config.json": config}

@@ -42,6 +42,8 @@ class Tokenizer:
       largest id plus one; the model's embedding may be larger.
     * `bos_id`, `eos_id`, `pad_id`, `unk_id` are None if the checkpoint has no such token.
     * `adds_bos`: whether prompts of the checkpoint start with `bos_id`; `encode` ignores it.
+    * `end_id`: the token that the checkpoint puts after a whole text (embedding models do), or
+      None; `encode` ignores it.
     * Encoding is deterministic and complete: a file's dropout, truncation and padding are off.
     """
 
@@ -51,6 +53,7 @@ class Tokenizer:
     pad_id: int | None
     unk_id: int | None
     adds_bos: bool
+    end_id: int | None
     special_ids: frozenset[int]
     name: str
     _plain: tokenizers.Tokenizer = field(repr=False)
@@ -101,6 +104,9 @@ class Tokenizer:
             pad_id=ids.get("pad"),
             unk_id=ids.get("unk"),
             adds_bos=source.adds_bos,
+            end_id=None
+            if source.end is None
+            else plain.token_to_id(hidden.get(source.end, source.end)),
             special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
             _plain=plain,

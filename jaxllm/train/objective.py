@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxllm import models, steps
 from jaxllm.errors import ConfigError
+from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.models.layers import Trace
 from jaxllm.ops.token_logprobs import AxisNames, log_likelihood
 from jaxllm.sharding import ShardedModel
@@ -100,6 +101,7 @@ def next_token_loss(
     tokens at a time. XLA then removes those of the trace, if nothing else reads them. On a mesh,
     logits are sharded instead.
     """
+    check_predicts_tokens(model.config)
     tokens = label_BT.size
     chunks = -(-4 * tokens * model.config.vocab_size // CHUNK_BYTES)
     if model.is_sharded or chunks <= 1:

@@ -16,12 +16,14 @@ from jaxllm.weights.types import sparse
 
 Rules = str | Sequence[tuple[str, str | None]]
 
-POSITION_RULE: tuple[str, str | None] = (
-    r"wpe\.weight",
-    None,
-)  # the position table is small, and its errors reach every token
-# A router is small, and its errors send tokens to other experts.
-ROUTER_RULE: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
+# Matrices that stay as they are if a format's name stands for all rules. The position table is
+# small, and its errors reach every token. A router is small, and its errors send tokens to other
+# experts. A score head has few rows, and its errors are those of the scores.
+KEPT_RULES: tuple[tuple[str, str | None], ...] = (
+    (r"wpe\.weight", None),
+    (r".*mlp\.gate\.weight", None),
+    (r"score\.weight", None),
+)
 # If a format's name stands for all rules: the token table and the head keep 8 bits if the other
 # matrices have fewer, as in llama.cpp's mixtures, and they are never pruned.
 _TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
@@ -36,7 +38,7 @@ def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
     rules = canonical_dtype(rules)
     if isinstance(rules, str):
         parse_format(rules)
-        rows = [POSITION_RULE, ROUTER_RULE]
+        rows = [*KEPT_RULES]
         if rules.startswith(("int4", "int3", "int2", "nf4")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
@@ -84,9 +86,9 @@ def quantize(params: Params, rules: Rules) -> Params:
         rules: ordered rows `(regex, format or None)` as in `weights.paths`, such as `[(r"lm_head",
             None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
             `weights.formats`. Or one format's name for all matrices ("int8", "int4",
-            "bf16-packed"). With a name, the position table and MoE routers are left alone; formats
-            of 4 bits or fewer keep the token table and the head at 8 bits; "int8-2:4" and other
-            sparse formats keep them in their dense dtype.
+            "bf16-packed"). With a name, the position table, MoE routers and score heads are left
+            alone; formats of 4 bits or fewer keep the token table and the head at 8 bits;
+            "int8-2:4" and other sparse formats keep them in their dense dtype.
 
     Raises:
         ConfigError: as `resolve_rules` does.

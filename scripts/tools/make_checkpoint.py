@@ -242,7 +242,7 @@ def make_checkpoint(
     try:
         partial.mkdir()
         write_weights(partial, tensors, shards)
-        for file in files:
+        for file in filter(Path.is_file, files):
             shutil.copyfile(file, partial / file.name)
         ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
         write_json(partial / "generation_config.json", ids)

@@ -152,7 +152,7 @@ def test_invalid_job_options_are_refused_before_running(lm: Any) -> None:
     """Options that no row could use raise an error before any row runs."""
     rows, here = read_lines(["[5]"]), InProcessWorkers(lambda: lm)
     for asked, message in (
-        (job("scores"), "generate, score, embed: got 'scores': did you mean score"),
+        (job("scores"), "generate, score, embed, classify: got 'scores': did you mean score"),
         (job("embed", options={"pool": "mean"}), "embed has no option pool"),
         (job("embed", options={"pooling": "max"}), "pooling must be one of"),
         (job("score", options={"adapter": "none"}), "none"),

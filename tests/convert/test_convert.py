@@ -295,7 +295,7 @@ def test_overflow_in_target_format_is_refused(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope_type \['linear'\]"),
         ({"rope_parameters": {"rope_theta": [1e4]}}, "rope_theta must be a number, got \\["),
         ({"model_type": ["llama"]}, "model_type must be a string, got"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "expected a plain causal model"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "expected a plain causal model"),
         ({"hidden_size": [40]}, r"hidden_size must be a whole number, got \[40\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": "fast"}, "rope_parameters must be an object"),

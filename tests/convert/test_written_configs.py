@@ -68,7 +68,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
 }  # fmt: skip
-NATIVE_FIELDS = {"attention", "capacity_factor"}  # jaxllm's own fields
+# jaxllm's own fields, and those of other classes (tests/test_heads.py)
+NATIVE_FIELDS = {"attention", "capacity_factor", "score"}
 FIXED_FIELDS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}
 
 

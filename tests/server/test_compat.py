@@ -4,10 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import jaxllm
 from tests.server.processes import RunningServer, start_server
 from tests.server.test_openai import TOOLS, get, post
+from tests.test_heads import (
+    DOCUMENTS,
+    LAST,
+    QUERY,
+    save_classifier,
+    write_sentence_transformers,
+    write_tokenizer,
+)
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}], "seed": 3}
 TEXTS = ["One day", "Once upon a time"]
@@ -39,6 +49,47 @@ def test_rerank_answers_in_form_of_request(server: RunningServer) -> None:
     assert theirs == [{"index": r["index"], "score": r["relevance_score"]} for r in ours["results"]]
     _, best = post(server, "/rerank", {**asked, "top_n": 1, "return_text": True})
     assert best == [{**theirs[0], "text": TEXTS[0]}]
+
+
+def test_rerank_refuses_other_methods(server: RunningServer) -> None:
+    """A request asks for its method; what the model or the server lacks is one line, status 400."""
+    asked = {"query": "One day", "documents": TEXTS}
+    for method, message in (
+        ("best", "method must be yes-no, score or cosine"),
+        ("score", "needs a score head of one label, there are 0"),
+        ("yes-no", "no special token <|im_"),
+        (5, "method must be"),
+    ):
+        status, found = post(server, "/rerank", {**asked, "method": method})
+        assert status == 400 and message in found["error"]["message"], found
+        assert "\n" not in found["error"]["message"]
+    status, found = post(server, "/v1/embeddings", {"input": "x", "prompt_name": "query"})
+    assert status == 400 and "has no prompt 'query'" in found["error"]["message"]
+
+
+@pytest.mark.more
+def test_server_of_a_reward_model_ranks_by_its_head(tmp_path: Path) -> None:
+    """It ranks by its head, or by `--rerank`, and embeds as `LM` does; it refuses to generate."""
+    size = {"vocab_size": 340, "max_position_embeddings": 512, "num_hidden_layers": 1}
+    save_classifier(tmp_path, "qwen3", num_labels=1, pad_token_id=0, **size)
+    write_tokenizer(tmp_path)
+    write_sentence_transformers(tmp_path, LAST, "Normalize")
+    lm = jaxllm.load(tmp_path)
+    with start_server("--rerank", "cosine", model=str(tmp_path)) as running:
+        asked = {"query": QUERY, "documents": DOCUMENTS, "instruction": "Find it"}
+        for method in ("score", "cosine"):
+            body = {**asked, "method": method} if method == "score" else asked
+            status, found = post(running, "/rerank", body)
+            assert status == 200
+            scores = {r["index"]: r["relevance_score"] for r in found["results"]}
+            expected = lm.rerank(QUERY, DOCUMENTS, method=method, instruction="Find it")
+            np.testing.assert_allclose([scores[i] for i in range(3)], expected, rtol=1e-4)
+            assert [*scores.values()] == sorted(scores.values(), reverse=True)
+        _, found = post(running, "/v1/embeddings", {"input": [QUERY], "prompt_name": "query"})
+        vector = lm.embed([QUERY], prompt_name="query")[0]
+        np.testing.assert_allclose(found["data"][0]["embedding"], vector, rtol=1e-4, atol=1e-5)
+        status, found = post(running, "/v1/completions", {"prompt": "x"})
+        assert status == 400 and "predicts no tokens" in found["error"]["message"]
 
 
 def test_conversations_are_counted(server: RunningServer) -> None:

@@ -24,7 +24,9 @@ from jaxllm.cache import (
     select,
 )
 from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import ScoreHead
 from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.generation.embeddings import last_logits
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import compile_cache, native
 from jaxllm.sharding.collective_stats import count_collectives
@@ -40,6 +42,7 @@ from tests.tiny_models import save_random, tokens
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 CLOSE = 2e-6  # relative to the largest value: sums run in another order
+TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (9, 3, 14)]
 FORMATS = {"int8": Precision(quantize="int8"), "int4": Precision(quantize="int4-g32")}
 
 
@@ -353,3 +356,18 @@ def test_mesh_programs_are_not_cached_on_disk(
         outputs.append(np.asarray(logits))
     assert largest_difference(*outputs) < CLOSE
     assert not list(tmp_path.glob(f"*{compile_cache.SUFFIX}"))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "stage=2", "data=2,sequence=2"])
+def test_score_head_is_replicated(mesh: str) -> None:
+    """Its outputs at the last tokens are those of one device."""
+    model, params = make_model("llama")
+    score = ScoreHead(labels=("a", "b", "c"))
+    model = model.clone(config=dataclasses.replace(model.config, score=score))
+    weight_LD = np.random.default_rng(0).standard_normal((3, model.config.hidden_size))
+    del params["lm_head"]
+    params["score"] = {"weight": jnp.asarray(weight_LD, jnp.float32)}
+    expected = last_logits(model, params, TEXTS)
+    found = last_logits(*shard_model(model, params, mesh), TEXTS)
+    assert found.shape == (3, 3)
+    assert largest_difference(found, expected) < CLOSE

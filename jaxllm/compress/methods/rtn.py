@@ -11,7 +11,7 @@ from jaxllm.compress.methods.formats import convert_inner
 from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, Step, StepContext
 from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
 from jaxllm.weights.paths import map_leaves
-from jaxllm.weights.quantize import POSITION_RULE, ROUTER_RULE, Rules, find_format
+from jaxllm.weights.quantize import KEPT_RULES, Rules, find_format
 from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
@@ -36,7 +36,7 @@ def rtn(context: StepContext[RtnOptions]) -> ModelState:
     """
     argument, options = context.argument, context.options
     plain = options.on == RtnOptions().on
-    rules: Rules = argument if plain else [POSITION_RULE, ROUTER_RULE, (options.on, argument)]
+    rules: Rules = argument if plain else [*KEPT_RULES, (options.on, argument)]
 
     def change(path: str, leaf: Weight) -> Weight:
         name = find_format(rules, path, leaf.ndim)

@@ -18,7 +18,7 @@ from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS, make_sampl
 from jaxllm.generation.sampling.sampler import GREEDY, Processor, Sampler
 from jaxllm.grammar.grammar import KINDS, Matcher, start_matcher
 from jaxllm.grammar.vocabulary import make_vocabulary
-from jaxllm.models.inputs import check_longrope_limit
+from jaxllm.models.inputs import check_longrope_limit, check_predicts_tokens
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime import multihost
 from jaxllm.text.tokenizer import Tokenizer
@@ -49,8 +49,10 @@ def resolve_options(
     tokenizer: required by grammars.
 
     Raises SamplingError for an unknown or invalid option, CapacityError if prompt and new tokens
-    exceed the context without an overflow policy, or if they exceed the machine's memory.
+    exceed the context without an overflow policy, or if they exceed the machine's memory;
+    ConfigError for a model with a score head.
     """
+    check_predicts_tokens(config)
     options = check_values(options)
     defaults = check_values(
         {

@@ -17,8 +17,12 @@ from jaxllm.convert.gguf.pre_tokenizers import (
     find_pre_tokenizer,
     pre_tokenizer_json,
 )
+from jaxllm.convert.gguf.reader import read_parts
+from jaxllm.convert.gguf.tokenizer_read import read_tokenizer
+from jaxllm.convert.gguf.tokenizer_write import make_tokenizer_keys
 from jaxllm.convert.registry import assets_from_gguf
 from jaxllm.errors import CheckpointError, TemplateError
+from jaxllm.text.save_tokenizer import write_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from tests.convert.gguf.gguf_files import finish
 
@@ -310,7 +314,7 @@ def byte_level_file(path: Path, change: Callable[[gguf.GGUFWriter], object]) -> 
 
 def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
     """Special ids come from their keys, padding with an ordinary token does not make it special,
-    and add_bos_token is honored.
+    and add_bos_token and add_eos_token are honored, also in files written from the tree.
     """
 
     def add(writer: gguf.GGUFWriter) -> None:
@@ -321,8 +325,17 @@ def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
     mine = ours(byte_level_file(tmp_path / "a.gguf", add))
     assert (mine.bos_id, mine.eos_id, mine.pad_id, mine.adds_bos) == (0, 0, 5, False)
     assert mine.special_ids == {0}  # an ordinary token used for padding is not special
+    assert mine.end_id is None
     says = byte_level_file(tmp_path / "b.gguf", lambda w: (add(w), w.add_add_bos_token(True)))
     assert ours(says).adds_bos
+    ends = byte_level_file(tmp_path / "c.gguf", lambda w: (add(w), w.add_add_eos_token(True)))
+    assert ours(ends).end_id == 0
+    tree = read_tokenizer(read_parts(ends)[0].settings, ends)
+    assert tree is not None
+    assert make_tokenizer_keys(tree, None, {}, 2000)["tokenizer.ggml.add_eos_token"]
+    (tmp_path / "hf").mkdir()
+    write_tokenizer(tree, None, tmp_path / "hf")
+    assert Tokenizer.from_directory(tmp_path / "hf").end_id == 0
 
 
 def test_chat_template_uses_special_tokens(tmp_path: Path) -> None:
