@@ -32,6 +32,7 @@ from jaxllm.models.inputs import (
     Array,
     array_namespace,
     as_array,
+    check_cache,
     check_inputs,
     check_model,
     check_shape,
@@ -114,7 +115,7 @@ def forward(
     read: Sequence[str] = (),
     edits: EditMap | None = None,
     parents: Array | None = None,
-    tree: TreeDelta | None = None,
+    tree: Delta | None = None,
 ) -> Output:
     """Run tokens against a cache without modifying or copying it.
 
@@ -188,7 +189,7 @@ def _forward_tree(
     cache: KVCache | None,
     tokens_BN: Array,
     parents_BN: Array | None,
-    tree: TreeDelta | None,
+    tree: Any,
     hidden_states: bool,
     names: tuple[str, ...],
     edits: EditMap | None,
@@ -207,7 +208,8 @@ def _forward_tree(
     tokens_BN = as_array("tokens", tokens_BN)
     B, N = shape = check_shape(tokens_BN)
     if cache is not None:
-        check_inputs(model, cache, tokens_BN, None)
+        check_usable(cache)
+        check_cache(config, cache, B)
     growth = plan_growth(cache, parents_BN, tree, shape)
     check_inputs(model, cache, tokens_BN, growth.position_BM[:, :N])
     checked = check_edits(model, edits, 1, 1, None)

@@ -31,6 +31,7 @@ PAGES = (
             "long_context",
             "quantization",
             "steering",
+            "trees",
         ]
     ),
 )

@@ -101,7 +101,7 @@ class Growth(NamedTuple):
 
 
 def plan_growth(
-    cache: KVCache | None, parents_BN: Any, tree: TreeDelta | None, shape: tuple[int, ...]
+    cache: KVCache | None, parents_BN: Any, tree: Any, shape: tuple[int, ...]
 ) -> Growth:
     """Return where new nodes with these parents are in the tree. shape: of their tokens, `[B, N]`.
 
@@ -112,26 +112,22 @@ def plan_growth(
     parents_BN = _as_parents(parents_BN, shape)
     B, N = shape
     start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
-    first = np.int32(0) if tree is None else tree.size
-    known = (parents_BN, first) if tree is None else (parents_BN, first, tree.parent_BS)
-    xp = _namespace(*known)
     if tree is not None:
         _check_tree(tree, start_B)
+    first = np.int32(0) if tree is None else tree.size
+    xp = _namespace(parents_BN, first, None if tree is None else tree.parent_BS)
     if xp is np:
         first = np.int32(first)
         _check_order(np.asarray(parents_BN), int(first))
-    slots, old = N if xp is jnp else next_power_of_two(N), 0
-    parent_BM = xp.pad(parents_BN, ((0, 0), (0, slots - N)), constant_values=EMPTY)
-    width = slots
+    slots = width = N if xp is jnp else next_power_of_two(N)
+    parent_BM = xp.pad(parents_BN, ((0, 0), (0, width - N)), constant_values=EMPTY)
     parent_BS = parent_BM
     if tree is not None:
         old = tree.parent_BS.shape[1]
         slots = old + N if xp is jnp else max(old, next_power_of_two(int(first) + N))
         before_BS = xp.pad(tree.parent_BS, ((0, 0), (0, slots - old)), constant_values=EMPTY)
         at_S = xp.arange(slots, dtype=np.int32) - first
-        placed_BS = xp.where(
-            (at_S >= 0) & (at_S < N), parent_BM[:, at_S.clip(0, width - 1)], EMPTY
-        )
+        placed_BS = xp.where(at_S < N, parent_BM[:, at_S.clip(0, width - 1)], EMPTY)
         parent_BS = xp.where(at_S < 0, before_BS, placed_BS)
     node_M = (first + xp.arange(width, dtype=np.int32)).clip(0, slots - 1)
     path_BMP = ancestors(parent_BS)[:, node_M]
@@ -205,7 +201,7 @@ def select_path(tree: TreeDelta, node: Any, next_position_B: Any) -> Delta:
         TokenError: There is no such node.
         CacheMismatchError: The tree continues another cache.
     """
-    B, S = tree.parent_BS.shape
+    B = tree.parent_BS.shape[0]
     node_B = node if isinstance(node, jax.Array) else check_int_array("node", node, TokenError)
     if not jnp.issubdtype(node_B.dtype, jnp.integer) or node_B.shape not in ((), (B,)):
         raise TokenError(f"node must be a number or one per row, [{B}], got {node!r:.60}")
@@ -234,8 +230,9 @@ def _as_parents(parents_BN: Any, shape: tuple[int, ...]) -> Any:
         )
     if not jnp.issubdtype(parents_BN.dtype, jnp.integer):
         raise TokenError(f"parents must be integers, got {parents_BN.dtype}")
-    xp = _namespace(parents_BN)
-    return xp.asarray(parents_BN).clip(-(1 << 30), 1 << 30).astype(np.int32)
+    if _namespace(parents_BN) is jnp:
+        return parents_BN.astype(jnp.int32)
+    return np.asarray(parents_BN, np.int64).clip(-(1 << 30), 1 << 30).astype(np.int32)
 
 
 def _check_order(parents_BN: np.ndarray, first: int) -> None:
@@ -258,8 +255,7 @@ def _check_tree(tree: Any, next_position_B: Any) -> None:
         )
     if tree.parent_BS.shape[0] != next_position_B.shape[0]:
         raise CacheMismatchError(
-            f"the tree has {tree.parent_BS.shape[0]} rows, the cache has"
-            f" {next_position_B.shape[0]}"
+            f"the tree has {tree.parent_BS.shape[0]} rows, the cache has {next_position_B.shape[0]}"
         )
     if tree.start_B is next_position_B or _namespace(tree.start_B, next_position_B) is jnp:
         return

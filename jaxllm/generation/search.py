@@ -345,9 +345,7 @@ def _scored(branch: Branch, score: Score) -> Branch:
     return branch._replace(score=float(value))
 
 
-def _result(
-    branches: Sequence[Branch], cache: KVCache, tree: TreeDelta | None
-) -> SearchResult:
+def _result(branches: Sequence[Branch], cache: KVCache, tree: TreeDelta | None) -> SearchResult:
     ranked = sorted(branches, key=lambda branch: -branch.score)
     finished = tuple(branch for branch in ranked if branch.is_finished)
     return SearchResult((finished or ranked)[0], finished, cache, tree)

@@ -13,6 +13,7 @@ a pass over one token by the time of one over all of the draft's tokens.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -55,7 +56,7 @@ def compare(lm: Any, prompt: int, branches: int, tokens: int, rounds: int) -> No
     words = rng.integers(3, lm.config.vocab_size, branches * tokens)
 
     def one_pass(levels: list[list[int]]) -> Any:
-        parents = [sum(levels, [])]
+        parents = [[*itertools.chain(*levels)]]
         return jaxllm.forward(model, params, cache, words[None, : len(parents[0])], parents=parents)
 
     def by_level(levels: list[list[int]]) -> Any:
@@ -220,9 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quantize", default=None, help="weight format, such as int8")
     parser.add_argument("--drafts", type=Path, metavar="TEXT", help="compare drafts of this text")
     options = parser.parse_args(arguments)
-    lm = jaxllm.load(
-        options.model, dtype=options.dtype, quantize=options.quantize, invariant=True
-    )
+    lm = jaxllm.load(options.model, dtype=options.dtype, quantize=options.quantize, invariant=True)
     prompt = min(options.prompt, lm.config.position_limit - options.tokens)
     print(f"background load: {measure_background_load()} cores; a prompt of {prompt} tokens")
     if options.drafts is not None:
