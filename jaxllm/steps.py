@@ -522,7 +522,8 @@ def _grow_tree(
     sites = {name: by_row(x) for name, x in trace.read_sites(names).items()}
     nodes: Segment = jax.tree.map(by_row, delta)
     if tree is not None:
-        nodes = append_nodes(tree, nodes, first, slots, trace.read_outputs)
+        waits = tuple(map(by_row, trace.read_outputs))
+        nodes = append_nodes(tree, nodes, first, slots, waits)
     return Output(by_row(trace.logits), nodes, hidden, sites=sites)
 
 

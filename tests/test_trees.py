@@ -173,7 +173,7 @@ def test_tree_runs_in_jit_with_int4_and_adapters() -> None:
     """With traced parents, tokens, cache, earlier nodes and chosen node."""
     model, params = make_model()
     adapter = random_adapter(model.config, params, LoraConfig(r=2))
-    params = with_one(model.config, quantize(params, "int4-g8"), adapter)
+    params = with_one(model.config, quantize(params, "int4"), adapter)
     cache, words = read_prompt(model, params), tokens(1, 6, seed=4)
 
     @jax.jit
@@ -230,7 +230,7 @@ def test_sizes_of_a_bucket_share_a_program() -> None:
     cache = read_prompt(model, params)
     tree = init_tree(cache, 16)
     before = steps._grow_tree._cache_size()
-    for parents in ([-1, 0, 1, 2, 3], [-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 3, 4, 5, 6]):
+    for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 1, 3, 4, 2], [-1, 0, 1, 2, 3, 4, 5, 6]):
         jaxllm.forward(model, params, cache, tokens(1, len(parents)), parents=[parents], tree=tree)
     assert steps._grow_tree._cache_size() - before == 1
 
@@ -304,11 +304,12 @@ def test_bad_trees_are_refused() -> None:
 
 
 def test_tree_is_refused_beyond_positions_and_with_memory() -> None:
-    model, params = make_model(num_hidden_layers=1, max_position_embeddings=12)
+    model, params = make_model("gpt2", n_layer=1, n_positions=12)
     cache = read_prompt(model, params)
     jaxllm.forward(model, params, cache, [[1, 2]], parents=[[-1, -1]])
     with pytest.raises(TokenError, match="position 12 is out of range"):
         jaxllm.forward(model, params, cache, [[1, 2]], parents=[[-1, 0]])
+    model, params = random_model("llama", num_hidden_layers=1)
     infini = LongAttention(kind="infini", segment_length=8, update="linear")
     model = jaxllm.build(dataclasses.replace(model.config, attention=infini))
     with pytest.raises(ConfigError, match="long-context attention"):

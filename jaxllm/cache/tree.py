@@ -124,17 +124,20 @@ def plan_growth(
     parent_BS = parent_BM
     if tree is not None:
         old = tree.parent_BS.shape[1]
-        slots = old + N if xp is jnp else max(old, next_power_of_two(int(first) + N))
+        if xp is jnp:
+            slots = old + N
+        else:
+            slots = old if first + N <= old else next_power_of_two(int(first) + N)
         before_BS = xp.pad(tree.parent_BS, ((0, 0), (0, slots - old)), constant_values=EMPTY)
         at_S = xp.arange(slots, dtype=np.int32) - first
-        placed_BS = xp.where(at_S < N, parent_BM[:, at_S.clip(0, width - 1)], EMPTY)
-        parent_BS = xp.where(at_S < 0, before_BS, placed_BS)
+        placed_BS = xp.where(at_S[None] < N, parent_BM[:, at_S.clip(0, width - 1)], EMPTY)
+        parent_BS = xp.where(at_S[None] < 0, before_BS, placed_BS)
     node_M = (first + xp.arange(width, dtype=np.int32)).clip(0, slots - 1)
     path_BMP = ancestors(parent_BS)[:, node_M]
     depth_BM = (path_BMP >= 0).sum(axis=2, dtype=np.int32)
-    real_M = np.arange(width) < N
+    real_1M = np.arange(width)[None] < N
     beside = _namespace(depth_BM, start_B)
-    position_BM = beside.where(real_M, beside.asarray(start_B)[:, None] + depth_BM - 1, EMPTY)
+    position_BM = beside.where(real_1M, beside.asarray(start_B)[:, None] + depth_BM - 1, EMPTY)
     return Growth(parent_BS, first + np.int32(N), start_B, first, path_BMP, position_BM)
 
 
@@ -161,8 +164,8 @@ def ancestors(parent_BS: Any) -> Any:
 def branches_of(path_BMP: jax.Array, position_BM: jax.Array, first: Any, tree: Any) -> Branches:
     """Return what rows of one new node each attend to, in a compiled program."""
     B, M, P = path_BMP.shape
-    up_P = jnp.arange(P, dtype=jnp.int32)
-    position_BMP = jnp.where(path_BMP >= 0, position_BM[:, :, None] - up_P, EMPTY)
+    up_11P = jnp.arange(P, dtype=jnp.int32)[None, None]
+    position_BMP = jnp.where(path_BMP >= 0, position_BM[:, :, None] - up_11P, EMPTY)
     row_B11 = jnp.arange(B, dtype=jnp.int32)[:, None, None]
     new_BMP = row_B11 * M + (path_BMP - first).clip(0, M - 1)
     if tree is None:

@@ -194,8 +194,8 @@ def test_bad_searches_are_refused(lm: Any) -> None:
                 search(*lm, PROMPT, **{**options, **changes})
         with pytest.raises(SamplingError, match="score must return a number, got 'good'"):
             search(*lm, PROMPT, **options, score=lambda branch: "good")
-        with pytest.raises(CapacityError):
-            search(*lm, PROMPT, **{**options, "max_new_tokens": 99})
+        with pytest.raises(CapacityError, match="97"):
+            search(*random_model("gpt2", n_layer=1), PROMPT, budget=1, max_new_tokens=92)
         with pytest.raises(TokenError, match="one list of token ids"):
             search(*lm, [PROMPT], **options)
         bad = {**lm[1], "norm": {"weight": np.full(40, np.nan, np.float32)}}
