@@ -230,9 +230,10 @@ def _forward_tree(
         sites = {name: x[:, :N] for name, x in sites.items()}
         if hidden_states:
             out = out.replace(hidden_states=tuple(x[:, :N] for x in out.hidden_states or ()))
+    new = out.delta
     delta = TreeDelta(
-        *(getattr(out.delta, x) for x in ("k", "v", "position_BS", "token_BS", "patched_BS")),
-        (), made_with_B, growth.parent_BS, growth.size, growth.start_B,
+        new.k, new.v, new.position_BS, new.token_BS, new.patched_BS, (), made_with_B,
+        growth.parent_BS, growth.size, growth.start_B,
     )  # fmt: skip
     return out.replace(delta=delta, sites=sites)
 
@@ -520,7 +521,7 @@ def _grow_tree(
 
     hidden = tuple(map(by_row, trace.hidden_states)) if hidden_states else None
     sites = {name: by_row(x) for name, x in trace.read_sites(names).items()}
-    nodes: Segment = jax.tree.map(by_row, delta)
+    nodes: Delta = jax.tree.map(by_row, delta)
     if tree is not None:
         waits = tuple(map(by_row, trace.read_outputs))
         nodes = append_nodes(tree, nodes, first, slots, waits)

@@ -41,7 +41,7 @@ class Branches(NamedTuple):
 
     position_RP: jax.Array
     new_RP: jax.Array
-    old_RP: jax.Array | None = None
+    old_RP: Any = None
     nodes: Segment | None = None
 
     def gather(self, new: Entries, layer: int, name: str) -> Entries:
@@ -172,12 +172,13 @@ def branches_of(path_BMP: jax.Array, position_BM: jax.Array, first: Any, tree: A
         return Branches(position_BMP.reshape(-1, P), new_BMP.reshape(-1, P))
     old_BMP = jnp.where(path_BMP < first, row_B11 * tree.parent_BS.shape[1] + path_BMP, EMPTY)
     old_BMP = jnp.where(path_BMP >= 0, old_BMP, EMPTY)
-    return Branches(*(x.reshape(-1, P) for x in (position_BMP, new_BMP, old_BMP)), tree)
+    position_RP, new_RP, old_RP = (x.reshape(-1, P) for x in (position_BMP, new_BMP, old_BMP))
+    return Branches(position_RP, new_RP, old_RP, tree)
 
 
 def append_nodes(
-    tree: TreeDelta, new: Segment, first: jax.Array, slots: int, wait_for: tuple[jax.Array, ...]
-) -> Segment:
+    tree: TreeDelta, new: Delta, first: jax.Array, slots: int, wait_for: tuple[jax.Array, ...]
+) -> Delta:
     """Return the tree's nodes and new ones from number `first` on, in `slots` slots."""
     nodes = as_segment(tree)
     room = slots - nodes.position_BS.shape[1]
@@ -187,7 +188,8 @@ def append_nodes(
         nodes = jax.tree.map(
             lambda x: jnp.pad(x, ((0, 0), (0, room), *[(0, 0)] * (x.ndim - 2))), nodes
         ).replace(position_BS=position_BS)
-    return write_at_cursor(first, nodes, cast_delta(new, nodes), wait_for)
+    grown = write_at_cursor(first, nodes, cast_delta(new, nodes), wait_for)
+    return Delta(grown.k, grown.v, grown.position_BS, grown.token_BS, grown.patched_BS)
 
 
 def as_segment(nodes: Segment) -> Segment:

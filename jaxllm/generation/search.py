@@ -6,10 +6,11 @@ first. The user's `score` ranks continuations. `best_of` samples whole continuat
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -90,10 +91,11 @@ def best_of(
     Continuation i is that of row i of `generate` with the prompt in n rows and the same seed.
 
     Args:
+        score: Returns a number for a branch, larger for better ones.
         cache: One row that the prompt continues; it stays valid.
         Others as for `generate`.
 
-    Raises what `generate` and `fork` raise.
+    Raises SamplingError for a score that is not a number, and what `generate` and `fork` raise.
     """
     token_T = as_token_array("prompt", prompt)
     if token_T.size > 1:
@@ -109,35 +111,41 @@ def best_of(
     token_BT, logprob_BT = np.asarray(out.token_BT), np.asarray(out.logprob_BT)
     branches = []
     for row, length in enumerate(np.asarray(out.length_B).tolist()):
-        texts = (token_BT[row, :length].tolist(), logprob_BT[row, :length].tolist())
-        branches.append(_scored(Branch(*map(tuple, texts), row, True), score))
+        text, logprobs = (tuple(x[row, :length].tolist()) for x in (token_BT, logprob_BT))
+        branches.append(_scored(Branch(text, logprobs, row, True), score))
     return _result(branches, out.cache, None)
 
 
+class SearchKwargs(TypedDict, total=False):
+    """Keyword arguments of `best_first` and `mcts`.
+
+    Attributes:
+        max_new_tokens: Tokens of a finished branch, if no end-of-text token comes before; required.
+        budget: Maximum number of nodes to run; required.
+        width: How many of the likeliest next tokens continue each branch; 4 by default.
+        batch: How many branches to continue in one pass; 4 by default.
+        score, cache: As for `best_of`.
+        eos_token_ids, chunk: As for `generate`.
+    """
+
+    max_new_tokens: Required[int]
+    budget: Required[int]
+    width: int
+    batch: int
+    score: Score
+    eos_token_ids: Sequence[int]
+    cache: KVCache | None
+    chunk: int
+
+
 def best_first(
-    model: Model,
-    params: Params,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    budget: int,
-    width: int = 4,
-    batch: int = 8,
-    score: Score = mean_logprob,
-    eos_token_ids: Sequence[int] = (),
-    cache: KVCache | None = None,
-    chunk: int = 256,
+    model: Model, params: Params, prompt: Sequence[int], **options: Unpack[SearchKwargs]
 ) -> SearchResult:
-    """Extend the branches with the best scores until the best one is finished.
+    """Continue the branches with the best scores until the best one is finished.
 
-    If a branch never scores better than its beginnings, as with the sum of log-probabilities, the
-    result is the best of all branches (uniform-cost search; Hart, Nilsson and Raphael 1968).
-
-    Args:
-        budget: Maximum number of nodes to run.
-        width: How many of the likeliest next tokens continue each branch.
-        batch: How many branches to extend in one pass.
-        Others as for `best_of`.
+    If a branch never scores better than its beginnings, as with the sum of log-probabilities, and
+    the budget suffices, the result is the best branch of all (uniform-cost search; Hart, Nilsson
+    and Raphael 1968).
 
     Raises:
         SamplingError: For values out of range, and a score that is not a number.
@@ -145,18 +153,14 @@ def best_first(
         NonFiniteError: If log-probabilities are not finite.
         Also whatever `forward` and `prefill` raise.
     """
-    grower = _Grower(
-        model, params, prompt, max_new_tokens, budget, width, batch, score, eos_token_ids, cache,
-        chunk,
-    )  # fmt: skip
-    found, order = list[tuple[float, int, Branch]](), 0
+    grower = _Grower(model, params, prompt, **options)
+    found, order = list[tuple[float, int, Branch]](), itertools.count()
     children = grower.root()
     while True:
         for child in children:
-            heapq.heappush(found, (-child.score, order, child))
-            order += 1
+            heapq.heappush(found, (-child.score, next(order), child))
         chosen = list[Branch]()
-        while found and len(chosen) < min(batch, budget - grower.nodes):
+        while found and len(chosen) < min(grower.batch, grower.budget - grower.nodes):
             if found[0][2].is_finished:
                 break
             chosen.append(heapq.heappop(found)[2])
@@ -179,15 +183,8 @@ def mcts(
     params: Params,
     prompt: Sequence[int],
     *,
-    max_new_tokens: int,
-    budget: int,
-    width: int = 4,
-    batch: int = 1,
     c: float = 1.0,
-    score: Score = mean_logprob,
-    eos_token_ids: Sequence[int] = (),
-    cache: KVCache | None = None,
-    chunk: int = 256,
+    **options: Unpack[SearchKwargs],
 ) -> SearchResult:
     """Search with Monte Carlo tree search, whose values are the scores of branches.
 
@@ -198,24 +195,20 @@ def mcts(
     have not ended count in N, but not in the mean Q / N (Liu et al. 2020, WU-UCT).
 
     Args:
-        budget: Number of visits, each of which runs at most one node.
         c: Weight of exploration, 0 or more.
-        Others as for `best_first`.
+        options: The budget is the number of visits, each of which runs at most one node.
 
     Raises what `best_first` raises.
     """
     if not is_number(c) or not 0 <= c < math.inf:
         raise SamplingError(f"c must be a number of at least 0, got {c!r:.40}")
-    grower = _Grower(
-        model, params, prompt, max_new_tokens, budget, width, batch, score, eos_token_ids, cache,
-        chunk,
-    )  # fmt: skip
+    grower = _Grower(model, params, prompt, **options)
     root = _Visits(Branch(), 1.0)
     root.children = _with_priors(grower.root())
     seen = dict[tuple[int, ...], Branch]()
-    while root.begun < budget:
+    while root.ended < grower.budget:
         ways = list[list[_Visits]]()
-        while len(ways) < min(batch, budget - root.ended):
+        while len(ways) < min(grower.batch, grower.budget - root.ended):
             way = _descend(root, c)
             if any(way[-1] is other[-1] for other in ways):
                 break
@@ -263,26 +256,27 @@ class _Grower:
         model: Model,
         params: Params,
         prompt: Sequence[int],
+        *,
         max_new_tokens: int,
         budget: int,
-        width: int,
-        batch: int,
-        score: Score,
-        eos_token_ids: Sequence[int],
-        cache: KVCache | None,
-        chunk: int,
+        width: int = 4,
+        batch: int = 4,
+        score: Score = mean_logprob,
+        eos_token_ids: Sequence[int] = (),
+        cache: KVCache | None = None,
+        chunk: int = 256,
     ) -> None:
         token_T = as_token_array("prompt", prompt)
-        budget, batch = check_int("budget", budget, 1), check_int("batch", batch, 1)
+        self.budget, self.batch = check_int("budget", budget, 1), check_int("batch", batch, 1)
         self._longest = check_int("max_new_tokens", max_new_tokens, 1)
         self._width = check_int("width", width, 1, model.config.vocab_size)
         self._model, self._params, self._score = model, params, score
-        self._eos, self._batch = {*eos_token_ids}, next_power_of_two(batch)
+        self._eos = {*eos_token_ids}
         self._logits, self.cache = prefill(
             model, params, _room(model, cache, token_T), token_T[None], chunk=chunk
         )
         check_positions(int(self.cache.next_position_B[0]) + self._longest - 1, model.config)
-        self.tree = init_tree(self.cache, next_power_of_two(budget + self._batch))
+        self.tree = init_tree(self.cache, next_power_of_two(budget + batch))
 
     @property
     def nodes(self) -> int:
@@ -298,7 +292,7 @@ class _Grower:
             return []
         first, n = self.nodes, len(branches)
         # Repeated up to a constant number, so that one program runs; the copies are dropped.
-        rows = [*branches, *[branches[0]] * (self._batch - n)]
+        rows = [*branches, *[branches[0]] * (self.batch - n)]
         out = forward(
             self._model, self._params, self.cache, [[x.tokens[-1] for x in rows]],
             parents=[[x.node for x in rows]], tree=self.tree,

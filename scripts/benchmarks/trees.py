@@ -190,13 +190,15 @@ def pass_seconds(lm: Any, prompt: int, counts: Sequence[int], rounds: int) -> li
 def compare_drafts(lm: Any, path: Path, prompt: int, rounds: int) -> None:
     """Print a table of drafts of a file's text, and of what the model writes."""
     written = lm.generate(
-        "Once upon a time", max_new_tokens=lm.config.position_limit - 16, temperature=0.8, seed=1,
-        ignore_eos=True,
-    )  # fmt: skip
+        "Once upon a time", max_new_tokens=480, temperature=0.8, seed=1, eos_token_id=[]
+    )
     texts = {path.name: lm.encode(path.read_text(encoding="utf-8")[:40_000])}
     texts[f"written by {lm.config.model_type}"] = list(written.tokens)
     counts = [1 << n for n in range(7)]
     measured = pass_seconds(lm, prompt, counts, rounds)
+    print("ms per pass over " + ", ".join(
+        f"{count}: {1e3 * x:.1f}" for count, x in zip(counts, measured, strict=True)
+    ))  # fmt: skip
     print("| text | chains x tokens | drafted per pass | tokens per pass | speed over none |")
     print("|---|---|---|---|---|")
     for name, text in texts.items():

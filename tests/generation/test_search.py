@@ -144,7 +144,14 @@ def test_mcts_equals_reference(lm: Any) -> None:
         for i in range(len(text) + 1):
             n[text[:i]], q[text[:i]] = n.get(text[:i], 0) + 1, q.get(text[:i], 0.0) + value
     found = mcts(
-        *lm, PROMPT, max_new_tokens=LENGTH, budget=40, width=WIDTH, c=0.7, score=odd_tokens
+        *lm,
+        PROMPT,
+        max_new_tokens=LENGTH,
+        budget=40,
+        width=WIDTH,
+        batch=1,
+        c=0.7,
+        score=odd_tokens,
     )
     ends = {text for text in visited if len(text) == LENGTH}
     assert {x.tokens for x in found.finished} == ends and len(ends) > 3
