@@ -8,8 +8,8 @@ its path run as a chain (`Precision.invariant`).
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import numpy as jnp
 
 from jaxllm.cache.edit import gather_slots
 from jaxllm.cache.kv import (
@@ -49,7 +49,9 @@ class Branches(NamedTuple):
 
         name: "k" or "v".
         """
-        taken: Entries = jax.tree.map(lambda x: jnp.take(x[:, 0], self.new_RP, axis=0), new)
+        taken: Entries = jax.tree.map(
+            lambda x: jnp.take(x[:, 0], self.new_RP, axis=0, mode="clip"), new
+        )
         if self.nodes is None:
             return taken
         old_RP = self.old_RP
