@@ -191,6 +191,9 @@ def test_best_of_equals_generate_and_copies_nothing(lm: Any) -> None:
     assert row.tokens()[: len(PROMPT)] == PROMPT
     again = best_of(*lm, PROMPT, 6, **options)
     assert again.best.tokens == found.best.tokens
+    short = best_of(*lm, PROMPT[:1], 2, **options)
+    texts = jaxllm.generate(*lm, [PROMPT[:1]] * 2, **options).token_BT.tolist()
+    assert short.best.tokens in [tuple(t for t in text if t >= 0) for text in texts]
 
 
 def test_bad_searches_are_refused(lm: Any) -> None:
