@@ -247,7 +247,7 @@ def test_ancestors_equal_walks(draws: list[int]) -> None:
     assert (traced_SP[:, width:] == -1).all()
 
 
-def test_bad_trees_are_refused() -> None:
+def test_bad_trees_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = make_model(num_hidden_layers=1)
     cache = read_prompt(model, params)
 
@@ -295,8 +295,15 @@ def test_bad_trees_are_refused() -> None:
                           ("a", "node must be an array of integers")):  # fmt: skip
         with pytest.raises(TokenError, match=message):
             jaxllm.commit(cache, out.delta, node)
+    other = init_tree(read_prompt(model, params, dtype="bfloat16"), 4)
+    with pytest.raises(CacheMismatchError, match="another model or dtype"):
+        run([[-1]], [[1]], tree=other)
     with pytest.raises(CapacityError, match="tree's slots"):
         init_tree(cache, 0)
+    monkeypatch.setattr("jaxllm.files.memory_limit.machine_memory", lambda: 10**6)
+    with pytest.raises(CapacityError, match="a tree of 9,999 nodes in 1 rows needs"):
+        init_tree(cache, 9_999)
+    monkeypatch.undo()
     small = jaxllm.init_cache(model, 1, PROMPT + 1)
     small = jaxllm.prefill(model, params, small, tokens(1, PROMPT)).cache
     with pytest.raises(CapacityError, match="2 more tokens do not fit"):

@@ -19,11 +19,13 @@ from jaxllm.cache.kv import (
     KVCache,
     Segment,
     TreeDelta,
+    cache_nbytes,
     cast_delta,
     check_usable,
 )
 from jaxllm.cache.slot_update import write_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from jaxllm.files import check_memory
 from jaxllm.ops.kv_quant import Entries
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.runtime.validation import check_int, check_int_array
@@ -69,11 +71,13 @@ def init_tree(cache: KVCache, slots: int) -> TreeDelta:
     """Return a tree without nodes on a cache, with room for `slots` nodes per row.
 
     A tree that grows from it keeps its shape, so growing it compiles no further programs.
-    Raises CapacityError for less than one slot.
+    Raises CapacityError for less than one slot, and for more than the machine's memory holds.
     """
     check_usable(cache)
     slots = check_int("a tree's slots", slots, 1, MAX_SLOTS, CapacityError)
     B = cache.batch
+    size = cache_nbytes(cache.config, B, slots, cache.dtype)
+    check_memory(size, f"a tree of {slots:,} nodes in {B:,} rows")
     nodes = jax.tree.map(
         lambda x: jnp.zeros((B, slots, *x.shape[2:]), x.dtype), as_segment(cache.tail)
     )
@@ -116,6 +120,8 @@ def plan_growth(
     start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
     if tree is not None:
         _check_tree(tree, start_B)
+        if cache is not None and _entries(tree) != _entries(cache.tail):
+            raise CacheMismatchError("the tree continues a cache of another model or dtype")
     first = np.int32(0) if tree is None else tree.size
     xp = _namespace(parents_BN, first, None if tree is None else tree.parent_BS)
     if xp is np:
@@ -252,6 +258,10 @@ def _check_order(parents_BN: np.ndarray, first: int) -> None:
             f"row {row}: the parent of node {number_N[at]} is {parents_BN[row, at]}, expected an"
             " earlier node or -1, the cache's last token"
         )
+
+
+def _entries(nodes: Segment) -> list[Any]:
+    return [(x.shape[2:], x.dtype) for x in jax.tree.leaves(nodes.k)]
 
 
 def _check_tree(tree: Any, next_position_B: Any) -> None:

@@ -19,7 +19,7 @@ from jaxllm.cache.batch_ops import fork
 from jaxllm.cache.kv import KVCache, TreeDelta, init_cache
 from jaxllm.cache.tree import init_tree
 from jaxllm.errors import NonFiniteError, SamplingError
-from jaxllm.generation.loops.finish import check_positions
+from jaxllm.generation.loops.finish import check_positions, pad_eos_ids
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.ops.padding import bucket_size, next_power_of_two
@@ -271,7 +271,7 @@ class _Grower:
         self._longest = check_int("max_new_tokens", max_new_tokens, 1)
         self._width = check_int("width", width, 1, model.config.vocab_size)
         self._model, self._params, self._score = model, params, score
-        self._eos = {*eos_token_ids}
+        self._eos = {*pad_eos_ids(eos_token_ids).tolist()}
         self._logits, self.cache = prefill(
             model, params, _room(model, cache, token_T), token_T[None], chunk=chunk
         )
