@@ -6,6 +6,7 @@ from .cache.kv import (
     Delta as Delta,
     KVCache as KVCache,
     Segment as Segment,
+    TreeDelta as TreeDelta,
     init_cache as init_cache,
 )
 from .cache.prefix_cache import PrefixCache as PrefixCache
@@ -52,6 +53,12 @@ from .generation.sampling.sampler import (
     Sampler as Sampler,
     row_keys as row_keys,
     sample as sample,
+)
+from .generation.search import (
+    Branch as Branch,
+    best_first as best_first,
+    best_of as best_of,
+    mcts as mcts,
 )
 from .grammar import (
     Grammar as Grammar,

@@ -16,13 +16,23 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.growth import apply_delta, check_fits, to_cache_slots
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, constrain_cache, merge_labels
+from jaxllm.cache.kv import (
+    Delta,
+    KVCache,
+    Segment,
+    TreeDelta,
+    check_usable,
+    constrain_cache,
+    merge_labels,
+)
+from jaxllm.cache.tree import Branches, append_nodes, branches_of, plan_growth
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.inputs import (
     Array,
     array_namespace,
     as_array,
+    check_cache,
     check_inputs,
     check_model,
     check_shape,
@@ -104,10 +114,15 @@ def forward(
     attention_weights: bool = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,
+    parents: Array | None = None,
+    tree: Delta | None = None,
 ) -> Output:
     """Run tokens against a cache without modifying or copying it.
 
     Optional outputs are computed only if requested.
+
+    With `parents`, the tokens are the nodes of a tree. A node sees the cache and its ancestors, as
+    if its path were run alone. `commit(cache, out.delta, node)` writes a path.
 
     Args:
         cache: None for an empty context.
@@ -123,11 +138,19 @@ def forward(
         read: names of the sites to return, such as "blocks.3.attn.pattern" or
             "blocks.*.resid_post"; docs/inside.md lists them.
         edits: changes of the arrays at sites (`jaxllm.inside`), by site name.
+        parents: `[B, T]`, the number of each node's parent, -1 for a child of the cache's last
+            token. Parents come before their children. T is padded to a power of two. Excludes
+            positions, attention's outputs and sites, and edits that differ between tokens.
+        tree: the delta of earlier nodes on this cache, which the new nodes' numbers continue. The
+            result's delta holds all of them.
 
     Raises:
-        TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes.
-        CacheMismatchError: for a cache of another model, batch size, or of other edits.
-        ConfigError: for unknown sites, and edits that do not fit them.
+        TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes; for
+            parents that do not come before their children.
+        CacheMismatchError: for a cache of another model, batch size, or of other edits; for a tree
+            that continues another cache.
+        ConfigError: for unknown sites, and edits that do not fit them; for a tree on several
+            devices, or in a model with long-context attention.
     """
     check_model(model, params, any_head=True)
     _check_mass(attention_mass)
@@ -135,6 +158,14 @@ def forward(
         raise ConfigError(
             "attention_mass is the sum of attention_weights. Request only one of them"
         )
+    if parents is not None or tree is not None:
+        if positions_BT is not None or attention_mass is not False or attention_weights:
+            raise ConfigError(
+                "a tree's positions follow from its parents, and it returns no attention_mass and"
+                " no attention_weights"
+            )
+        asked = (bool(hidden_states), check_read(model, read), edits)
+        return _forward_tree(model, params, cache, tokens_BT, parents, tree, *asked)
     tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
     (B, T), slots = tokens_BT.shape, 0 if cache is None else cache.slots
     names = check_read(model, read)
@@ -150,6 +181,61 @@ def forward(
     )  # fmt: skip
     delta = out.delta.replace(edits_B=made_with_B)
     return out.replace(delta=delta, sites={name: out.sites[name] for name in names})
+
+
+def _forward_tree(
+    model: Model,
+    params: Params,
+    cache: KVCache | None,
+    tokens_BN: Array,
+    parents_BN: Array | None,
+    tree: Any,
+    hidden_states: bool,
+    names: tuple[str, ...],
+    edits: EditMap | None,
+) -> Output:
+    """Run new nodes of a tree; see `forward`."""
+    config = model.config
+    if model.is_sharded or any(map(config.long_attention, range(config.num_hidden_layers))):
+        raise ConfigError(
+            "trees need a model on one device, without long-context attention. Run the branches as"
+            " rows: jaxllm.cache.fork"
+        )
+    if parents_BN is None:
+        raise TokenError("tree= needs parents=, the number of each new node's parent")
+    if unfit := [x for x in names if split_name(x)[1] in WEIGHT_SITES]:
+        raise ConfigError(f"a tree cannot read {unfit[0]}. Run its path with forward")
+    tokens_BN = as_array("tokens", tokens_BN)
+    B, N = shape = check_shape(tokens_BN)
+    if cache is not None:
+        check_usable(cache)
+        check_cache(config, cache, B)
+    growth = plan_growth(cache, parents_BN, tree, shape)
+    check_inputs(model, cache, tokens_BN, growth.position_BM[:, :N])
+    checked = check_edits(model, edits, 1, 1, None)
+    made_with_B = fingerprint(checked, B)
+    for before in (x for x in (cache, tree) if x is not None):
+        made_with_B = merge_labels(before.edits_B, made_with_B)
+    M = growth.position_BM.shape[1]
+    tokens_BM = array_namespace(tokens_BN).pad(tokens_BN, ((0, 0), (0, M - N)))
+    grown = None if tree is None else tree.replace(edits_B=None)
+    out: Output = _grow_tree(
+        model, params, () if cache is None else cache.segments, grown, tokens_BM.astype(np.int32),
+        growth.first, growth.path_BMP, growth.position_BM, checked, growth.parent_BS.shape[1],
+        hidden_states, names,
+    )  # fmt: skip
+    sites = {name: out.sites[name] for name in names}
+    if M > N:
+        out = out.replace(logits=out.logits[:, :N])
+        sites = {name: x[:, :N] for name, x in sites.items()}
+        if hidden_states:
+            out = out.replace(hidden_states=tuple(x[:, :N] for x in out.hidden_states or ()))
+    new = out.delta
+    delta = TreeDelta(
+        new.k, new.v, new.position_BS, new.token_BS, new.patched_BS, (), made_with_B,
+        growth.parent_BS, growth.size, growth.start_B,
+    )  # fmt: skip
+    return out.replace(delta=delta, sites=sites)
 
 
 def decode_step(
@@ -302,6 +388,7 @@ def run_model(
     memory: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
     row_B: jax.Array | None = None,
+    branches: Branches | None = None,
     edits: Edits = NO_EDITS,
     read: Collection[str] = (),
 ) -> tuple[Trace, Delta, jax.Array | None]:
@@ -315,6 +402,7 @@ def run_model(
         memory: the cache's memory, for models that have one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
         row_B: the row of the segments that each row of tokens reads; by default its own.
+        branches: the nodes of a tree that each row of one token attends to.
         edits: checked (`site_inputs.check_edits`).
         read: the sites that every layer's trace has, without layers.
     """
@@ -328,6 +416,7 @@ def run_model(
     extra: dict[str, Any] = {"memory": memory} if memory else {}
     extra |= {} if document_BT is None else {"document_BT": document_BT}
     extra |= {} if row_B is None else {"row_B": row_B}
+    extra |= {} if branches is None else {"branches": branches}
     extra |= {"edits": edits} if edits.edits else {}
     extra |= {"read": frozenset(read)} if read else {}
     with native.use_one_path(model.precision.invariant):
@@ -401,6 +490,42 @@ def _forward(
     hidden = trace.hidden_states if hidden_states else None
     stacked = jnp.stack([*trace.read_sites(weights).values()]) if weights else None
     return Output(trace.logits, delta, hidden, mass, stacked, trace.read_sites(names))
+
+
+@partial(jax.jit, static_argnums=(0, 9, 10, 11))
+def _grow_tree(
+    model: Model,
+    params: Params,
+    segments: Segments,
+    tree: TreeDelta | None,
+    token_BM: jax.Array,
+    first: jax.Array,
+    path_BMP: jax.Array,
+    position_BM: jax.Array,
+    edits: Edits,
+    slots: int,
+    hidden_states: bool,
+    names: tuple[str, ...],
+) -> Output:
+    """Run each node as a row of one token; the delta has `slots` slots for all nodes."""
+    B, M = token_BM.shape
+    trace, delta, _ = run_model(
+        model, params, segments, token_BM.reshape(-1, 1), position_BM.reshape(-1, 1),
+        row_B=jnp.repeat(jnp.arange(B, dtype=jnp.int32), M) if segments and B > 1 else None,
+        branches=branches_of(path_BMP, position_BM, first, tree), edits=edits,
+        read=sites_to_record(names),
+    )  # fmt: skip
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return x.reshape(B, M, *x.shape[2:])
+
+    hidden = tuple(map(by_row, trace.hidden_states)) if hidden_states else None
+    sites = {name: by_row(x) for name, x in trace.read_sites(names).items()}
+    nodes: Delta = jax.tree.map(by_row, delta)
+    if tree is not None:
+        waits = tuple(map(by_row, trace.read_outputs))
+        nodes = append_nodes(tree, nodes, first, slots, waits)
+    return Output(by_row(trace.logits), nodes, hidden, sites=sites)
 
 
 def _decode_step(

@@ -32,6 +32,7 @@ PAGES = (
             "long_context",
             "quantization",
             "steering",
+            "trees",
         ]
     ),
 )

@@ -1,10 +1,11 @@
 """The key/value cache: an immutable pytree, and pure functions that return new ones.
 
 kv: the cache, and an empty one. growth: `commit`. slot_update: the only code that writes slots.
-batch_ops: fork, branch, select, merge. edit: rewind, cull, compact, move, patch. infini_rewind:
-rewinding a memory. eviction: what to cull. token_merging: several tokens in one slot. sequences:
-llama.cpp's sequence operations. prefix_reuse: prompt-prefix reuse. prefix_cache: prompt prefixes
-across requests. files: save and load. render: a row as text. equality: equality.
+batch_ops: fork, branch, select, merge. tree: trees of tokens. edit: rewind, cull, compact, move,
+patch. infini_rewind: rewinding a memory. eviction: what to cull. token_merging: several tokens in
+one slot. sequences: llama.cpp's sequence operations. prefix_reuse: prompt-prefix reuse.
+prefix_cache: prompt prefixes across requests. files: save and load. render: a row as text.
+equality: equality.
 """
 
 from jaxllm.cache.batch_ops import branch, fork, merge_rows, select
@@ -25,6 +26,7 @@ from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.cache.token_merging import pool
+from jaxllm.cache.tree import init_tree
 
 __all__ = [
     "Delta",
@@ -42,6 +44,7 @@ __all__ = [
     "fork",
     "heavy_hitters",
     "init_cache",
+    "init_tree",
     "keep",
     "load_cache",
     "merge_rows",

@@ -13,17 +13,21 @@ from jaxllm.cache.kv import (
     Delta,
     KVCache,
     Segment,
+    TreeDelta,
     cast_delta,
     check_delta,
     check_usable,
     merge_labels,
 )
 from jaxllm.cache.slot_update import update_window, write_at_cursor
-from jaxllm.errors import CacheMismatchError, CapacityError
+from jaxllm.cache.tree import select_path
+from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 
 
-def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
+def commit(cache: KVCache, delta: Delta, node: Any = None, *, donate: bool = False) -> KVCache:
     """Return the cache with the delta's tokens written at its cursor.
+
+    Of a tree's delta, it writes the path to `node`, a number or one per row `[B]`.
 
     Trailing columns in which every row is padding take no slots. `cache` stays valid, at the cost
     of a copy of its tail (never of its frozen segments). With `donate=True` the write is in place
@@ -36,7 +40,13 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
         CapacityError: The tokens do not fit.
         CacheMismatchError: The delta belongs to a cache of another shape or of other edits, or
             `cache` was donated.
+        TokenError: There is no such node, or the delta is not a tree's.
     """
+    if node is not None:
+        if not isinstance(delta, TreeDelta):
+            raise TokenError("node selects a path of a tree's delta, forward(..., parents=...)")
+        check_usable(cache)
+        delta = select_path(delta, node, cache.next_position_B)
     check_delta(delta)
     check_fits(cache, delta.position_BS)
     _check_match(cache, delta)

@@ -64,6 +64,24 @@ class Delta(Segment):
     edits_B: Any = None
 
 
+class TreeDelta(Delta):
+    """The nodes of a tree of tokens that continues a cache; a node's number is its slot.
+
+    A node's position follows its parent's. `commit(cache, delta, node)` writes one path. Slots from
+    `size` on are free.
+
+    Attributes:
+        parent_BS: int32, the number of each node's parent; -1 for a child of the cache's last
+            token.
+        size: int32 scalar, number of nodes.
+        start_B: int32, `KVCache.next_position_B` of the cache that it continues.
+    """
+
+    parent_BS: Any = None
+    size: Any = None
+    start_B: Any = None
+
+
 class KVCache(struct.PyTreeNode):
     """Frozen segments, shared by reference, and one tail that `commit` extends.
 
@@ -200,7 +218,7 @@ class KVCache(struct.PyTreeNode):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays; shared arrays count once."""
-        return sum({id(x): x.nbytes for x in jax.tree.leaves(self)}.values())
+        return count_bytes(self)
 
     def __repr__(self) -> str:
         model = f"{self.config.model_type}, {len(self.tail.k)} layers, {self.dtype}"
@@ -220,6 +238,11 @@ class KVCache(struct.PyTreeNode):
             f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
             f" tail {int(self.cursor)}/{self.capacity}, {size})"
         )
+
+
+def count_bytes(*values: Any) -> int:
+    """Return the bytes of all arrays in these pytrees; an array that several share counts once."""
+    return sum({id(x): x.nbytes for x in jax.tree.leaves(values)}.values())
 
 
 def init_cache(
@@ -411,6 +434,8 @@ def merge_labels(cached_B: Any, new_B: Any) -> Any:
 
 def check_delta(delta: Any) -> None:
     """Raise CacheMismatchError unless this is a Delta."""
+    if isinstance(delta, TreeDelta):
+        raise CacheMismatchError("a tree's delta has no one path. Use commit(cache, delta, node)")
     if not isinstance(delta, Delta):
         remedy = ". Give its delta" if hasattr(delta, "delta") else " (forward(...).delta)"
         raise CacheMismatchError(f"delta must be a Delta, got {type(delta).__name__}{remedy}")

@@ -104,6 +104,9 @@ def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterat
         "a cache of 4 times the size", whole, _run(lm, alone, row, 0, [16, T - 16], 4 * T)
     )
     yield _compare("a prefix shared by 3 rows", whole, _run_forked(lm, text_T))
+    config = lm.config
+    if not any(map(config.long_attention, range(config.num_hidden_layers))):
+        yield _compare("a path of a tree", whole, _run_tree(lm, text_T))
     jax.clear_caches()
     yield _compare("compiled anew", whole, _run(lm, alone, row, 0, [T], None))
 
@@ -138,6 +141,21 @@ def _run_forked(lm: LM, text_T: np.ndarray) -> Stages:
     branches = fork(cache, 3, capacity=text_T.size)
     rest, _ = _run_piece(lm, branches, rest_BT, np.tile(position_BT[:, half:], (3, 1)))
     return {name: np.concatenate([x[0], rest[name][1]]) for name, x in first.items()}
+
+
+def _run_tree(lm: LM, text_T: np.ndarray) -> Stages:
+    """Return what the text computes if its second half is every other node of a tree."""
+    half = text_T.size // 2
+    start = init_cache(lm.model, 1, half)
+    first, cache = _run_piece(lm, start, text_T[None, :half], np.arange(half)[None])
+    node_BN = np.stack([text_T[half:], text_T[half:][::-1]], axis=1).reshape(1, -1)
+    parent_N = np.arange(node_BN.size) // 2 * 2 - 2  # of both: the text's node before
+    parent_N[:2] = -1
+    out = forward(lm.model, lm.params, cache, node_BN, parents=parent_N[None], read=READ)
+    rest = {**out.sites, "logits": out.logits}
+    return {
+        name: np.concatenate([x[0], np.asarray(rest[name])[0, ::2]]) for name, x in first.items()
+    }
 
 
 def _run_piece(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
+from jaxllm.cache.tree import Branches
 from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import (
@@ -304,6 +305,7 @@ class Decoder(Model, nn.Module):
         memory: tuple[Any, ...] = (),
         hooks: ParallelHooks = NO_PARALLEL,
         row_B: jax.Array | None = None,
+        branches: Branches | None = None,
         edits: Edits = NO_EDITS,
         read: frozenset[str] = frozenset(),
     ) -> Trace:
@@ -318,14 +320,14 @@ class Decoder(Model, nn.Module):
                 T, F]`; None: computed from positions.
             mask_BTS: What each query attends to of all slots and then the new tokens, as in
                 `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
-            document_BT, memory, hooks, row_B, edits, read: See `AttentionContext`.
+            document_BT, memory, hooks, row_B, branches, edits, read: See `AttentionContext`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
-        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, edits, read)
-        scope = AttentionContext(position_BT, segments, *told)
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, branches)
+        scope = AttentionContext(position_BT, segments, *told, edits, read)
         visit, scale = scope.visitor(None), c.embedding_scale
         x = visit("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
         places = self.embed_positions(position_BT)

@@ -60,7 +60,7 @@ def check_inputs(
     shape = check_shape(tokens_BT)
     if cache is not None:
         check_usable(cache)
-        _check_cache(config, cache, shape[0])
+        check_cache(config, cache, shape[0])
     if positions_BT is None:
         positions_BT = next_positions(cache, shape, None)
     if positions_BT.shape != shape:
@@ -95,7 +95,8 @@ def check_token_ranges(
         )
 
 
-def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
+def check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
+    """Raise CacheMismatchError for a cache of another model or number of rows."""
     if cache.batch != batch:
         raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens have {batch}")
     if cache.config != config:

@@ -10,6 +10,7 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
+from jaxllm.cache.tree import Branches
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.errors import ConfigError
@@ -81,6 +82,7 @@ class AttentionContext(NamedTuple):
         memory: Each layer's memory of earlier text; empty for none.
         hooks: Hooks if tokens are sharded over devices.
         row_B: int32, which row of the segments each row of tokens reads; None: its own.
+        branches: The nodes of a tree that each row attends to after the cache; None: no tree.
         edits, read: What to change, and the sites to record in every layer.
     """
 
@@ -93,6 +95,7 @@ class AttentionContext(NamedTuple):
     memory: tuple[Any, ...] = ()
     hooks: ParallelHooks = NO_PARALLEL
     row_B: jax.Array | None = None
+    branches: Branches | None = None
     edits: Edits = NO_EDITS
     read: frozenset[str] = frozenset()
 
@@ -236,7 +239,12 @@ def attend(
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
-    parts.append(new)
+    tree = scope.branches
+    if tree is None:
+        parts.append(new)
+    else:
+        path = (tree.gather(new.k_BSKH, layer, "k"), tree.gather(new.v_BSKH, layer, "v"))
+        parts.append(ops.Part(*path, tree.position_RP))
     special = (scope.hooks.attend, kind, self_extend, scope.document_BT, scope.mask_BTS)
     if visit.touches(*WEIGHT_SITES) or any(x is not None for x in special):
         parts = list(ops.take_rows(parts, scope.row_B))

@@ -25,6 +25,7 @@ from scripts.benchmarks import (
     policy_table,
     prefix_table,
     simulate_serving,
+    trees,
 )
 from tests.conftest import ROOT
 from tests.tiny_models import save_random
@@ -172,3 +173,16 @@ def test_patching_equals_hooks(capsys: Printed) -> None:
     assert "3 layers x 4 positions of 24 tokens" in printed
     rows = re.findall(r"^\| .*(?: \| [\d.]+){4} \|$", printed, re.M)
     assert len(rows) == 4 and "steered" in printed
+
+
+@pytest.mark.more
+def test_trees_compare_ways_and_drafts(capsys: Printed) -> None:
+    """Each way has a row; a tree of drafts drafts more and accepts no less than its first chain."""
+    options = "--branches 3 --tokens 2 --prompt 8 --rounds 1"
+    trees.main(options.split())
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^\| 3 \| .* \| \d+ \| [\d.]+ \| [\d.]+ \|$", printed, re.M)) == 7
+    assert trees.make_tree(3, 3, True) == [[-1, -1], [0, 1, 0], [2, 3, 4]]
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 9] * 3
+    (chain, drafted), (tree, more) = (trees.simulate(text, 12, count, 3) for count in (1, 2))
+    assert 1 < chain < tree and 0 < drafted < more
