@@ -25,6 +25,7 @@ from scripts.benchmarks import (
     policy_table,
     prefix_table,
     simulate_serving,
+    speculation,
     trees,
 )
 from tests.conftest import ROOT
@@ -156,6 +157,13 @@ def test_policy_prefix_and_expert_tables_run(
     experts.main()
     printed = capsys.readouterr().out
     assert "full" in printed and "| 64 | 2 x 16 |" in printed
+
+
+@pytest.mark.full
+def test_speculation_tables_run(capsys: Printed) -> None:
+    speculation.main(["--rows=8", "--new-tokens=8", "--width=2", "--rounds=1"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [len(row) for row in rows] == [7, 1, 7, 7, 7, 1, 6, 1] + [6] * 16
 
 
 def test_scale_page_contains_current_simulation_tables() -> None:

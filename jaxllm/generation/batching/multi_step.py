@@ -88,9 +88,24 @@ def decode_burst(
             adapter_R=adapter_R,
             edits=edits,
         )
-        out_RTV, delta, waits, _ = run_tokens(
-            model, params[0], (*frozen, tail), places, None, "logits"
-        )
+
+        def run_columns(places: Microbatch) -> Any:
+            segments = (*frozen, tail)
+            return run_tokens(model, params[0], segments, places, None, "logits")[:3]
+
+        def run_first_column(places: Microbatch) -> Any:
+            token_R1, position_R1 = places.token_RT[:, :1], places.position_RT[:, :1]
+            found = run_columns(places.replace(token_RT=token_R1, position_RT=position_R1))
+            return jax.tree.map(
+                lambda x: jnp.pad(x, ((0, 0), (0, width), *[(0, 0)] * (x.ndim - 2))), found
+            )
+
+        if isinstance(source, PromptLookup):  # often finds nothing, and empty columns cost as much
+            out_RTV, delta, waits = jax.lax.cond(
+                (token_RT[:, 1:] >= 0).any(), run_columns, run_first_column, places
+            )
+        else:
+            out_RTV, delta, waits = run_columns(places)
 
         def draw_column(carry: Any, column: Any) -> Any:
             going_R, ended_R, context, samplers = carry
