@@ -30,6 +30,7 @@ PAGES = (
             "lens",
             "long_context",
             "quantization",
+            "rl",
             "steering",
         ]
     ),
@@ -42,6 +43,7 @@ OUTPUTS = {  # files that the commands of a page write
     "docs/evaluation.md": ("story-vectors/vectors.safetensors", "story.npy"),
     "docs/lens.md": ("lens.png", "tuned.safetensors"),
     "docs/quantization.md": ("story-int4/config.json",),
+    "docs/rl.md": ("tuned/config.json", "rl.png"),
     "docs/steering.md": ("boy.gguf",),
 }
 COMMAND = re.compile(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed) ")
