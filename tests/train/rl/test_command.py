@@ -25,7 +25,7 @@ def nothing(prompt, answer, line):
 @pytest.fixture
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": f"{day} day a girl", "wanted": "dog"} for day in ("One", "Some", "Next")]
+    lines = [{"prompt": f"{day} day a girl", "wanted": "a"} for day in ("One", "Some", "Next")]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "rewards_of_test.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)

@@ -166,10 +166,10 @@ def test_ten_steps_equal_torch_loop(form: str, beta: float, lm: LM) -> None:
     """
     options = {"loss": form, "beta": beta, "sampling": {"temperature": 0.8}, "group_size": 4}
     job, sampled = keep_rows(make_job(lm, **options))
-    found = run(job, 10, plan={"num_iterations": 2})
+    found = run(job, 10, lr=1e-4, plan={"num_iterations": 2})
     model = load_twin(lm.path).torch_model
     reference = copy.deepcopy(model)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-3, weight_decay=0.0)
     losses, high = [], 0.28 if form == "dapo" else 0.2
     for rows in sampled:
         ids, labels, reward = (
