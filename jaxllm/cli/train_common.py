@@ -236,7 +236,7 @@ def run_training(
     title: str,
     examples: "Callable[[Path], Examples] | None" = None,
     reserved_tokens: int = 0,
-    data: "Data | None" = None,
+    data: Any = None,
 ) -> "TrainResult":
     """Read the data, run a job, write its result and print its loss.
 
@@ -246,15 +246,14 @@ def run_training(
       title: the title of report and plot.
       examples: a function that reads a data file, instead of `sources.read_examples`.
       reserved_tokens: tokens of the context that rows must leave free.
-      data: the training data, instead of the file's.
+      data: the training data (`Data`, with `summary` and `facts`), instead of the file's.
     """
     from jaxllm.files import atomic_file
     from jaxllm.train import jobs, plots
 
-    read: tuple[Any, Any] = (data, None)
+    held_out = None
     if data is None:
-        read = _read_data(lm, options, examples, reserved_tokens)
-    data, held_out = read
+        data, held_out = _read_data(lm, options, examples, reserved_tokens)
     batches = options.epochs * len(data) / options.gradient_accumulation_steps
     steps = options.steps or max(1, round(batches * setup.plan.num_iterations))
     log(f"{data.summary}; {steps:,} steps")

@@ -1,14 +1,16 @@
 """Reinforcement learning of a task that a program can check: stories with colors.
 
-The demo model continues the start of a story. An answer is rewarded by half for each of up to two
-different colors in it, if it ends a sentence. All three losses train from the same seed, and a
-plot shows the mean reward of each step.
+The demo model continues the start of a story by one sentence, which a grammar ends. The reward is
+half for each of up to two different colors in it. All three losses train from the same seed, and a
+plot shows the mean reward of each step. `beta` keeps the model near its language: with 0 it learns
+to write colors alone.
 
-    python scripts/examples/story_rewards.py --steps 80 --plot rl.png
+    python scripts/examples/story_rewards.py --steps 100 --plot rl.png
 
 `jaxllm train rl ... --reward scripts.examples.story_rewards:reward` trains on it, too.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +28,9 @@ from jaxllm.train.rl.job import Reinforcement, reinforce
 from jaxllm.train.rl.losses import FORMS
 from jaxllm.train.rl.prompts import Prompt, Prompts
 
-EXAMPLE = "Example: python scripts/examples/story_rewards.py --steps 80 --plot rl.png"
+EXAMPLE = "Example: python scripts/examples/story_rewards.py --steps 100 --plot rl.png"
 COLORS = {"red", "blue", "green", "yellow", "purple", "orange", "silver", "golden", "white", "pink"}
+SENTENCE = r"[a-zA-Z ,']+\."
 BEGINNINGS = [
     f"Once upon a time there was a {animal}"
     for animal in ("fox", "rabbit", "bear", "mouse", "hedgehog", "squirrel", "otter", "badger")
@@ -35,17 +38,18 @@ BEGINNINGS = [
 
 
 def reward(prompt: str, answer: str, line: Mapping[str, Any]) -> float:
-    """Return half of the number of colors, at most 1; 0 if the answer stops within a sentence."""
+    """Return half of the number of colors, at most 1; 0 for an unfinished sentence."""
     found = COLORS & set(re.findall("[a-z]+", answer))
-    return min(len(found), 2) / 2 if answer.rstrip().endswith((".", "!", "?", '"')) else 0.0
+    return min(len(found), 2) / 2 if answer.endswith(".") else 0.0
 
 
 def story_rewards(
     model: str = "demo:llama",
-    steps: int = 80,
-    rate: float = 3e-4,
+    steps: int = 100,
+    rate: float = 2e-4,
+    beta: float = 0.15,
     group: int = 8,
-    tokens: int = 40,
+    tokens: int = 32,
     plot: Path = Path("rl.png"),
 ) -> None:
     """Train on rewards with each loss, and draw the rewards of their steps."""
@@ -53,14 +57,19 @@ def story_rewards(
     prompts = Prompts([Prompt(text, lm.encode(text), {}) for text in BEGINNINGS], batch_size=4)
     curves: dict[str, list[float]] = {}
     for form in FORMS:
-        options = Reinforcement(loss=form, group_size=group, max_new_tokens=tokens)  # type: ignore[arg-type]
+        options = Reinforcement(
+            loss=form,  # type: ignore[arg-type]  # it checks
+            group_size=group, max_new_tokens=tokens, beta=beta, sampling={"regex": SENTENCE},
+        )  # fmt: skip
         job = reinforce(jobs.full_finetune(lm), prompts, reward, options, "story_rewards:reward")
         optimizer = Optimizer(steps=steps, lr=rate, schedule="constant", weight_decay=0.0)
-        run = jobs.run_job(job, prompts, optimizer, TrainPlan(steps=steps))
+        run = jobs.run_job(job, prompts, optimizer, TrainPlan(steps=steps, num_iterations=2))
         curves[form] = [record.also["reward"] for record in run.records]
-        tuned = jobs.make_sampler(lm, BEGINNINGS[1], tokens)(run.params)
+        tuned = dataclasses.replace(lm, params=run.params).generate(
+            BEGINNINGS[:3], max_new_tokens=tokens, regex=SENTENCE, temperature=1.0, seed=[1, 2, 3]
+        )
         print(f"{form}: reward {_mean(run.records[:10]):.2f}, then {_mean(run.records[-10:]):.2f}")
-        print(tuned)
+        print(*(f"  ...{answer.text}" for answer in tuned), sep="\n")
     _draw(plot, curves)
 
 

@@ -18,7 +18,7 @@ from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
 from jaxllm.text.stream_decoder import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.data.rows import blank_rows
+from jaxllm.train.data.rows import Rows, blank_rows
 from jaxllm.train.rl.losses import AnswerRows, answer_logprobs, group_advantages, token_weights
 from jaxllm.train.rl.prompts import Prompt, PromptRows, Reward, score_answer
 from jaxllm.weights.model import Model
@@ -51,8 +51,9 @@ class AnswerSampler:
     eos_token_ids: tuple[int, ...] = dataclasses.field(repr=False)
     reference: Params | None = dataclasses.field(repr=False, default=None)
 
-    def __call__(self, params: Params, rows: PromptRows, key: jax.Array) -> AnswerRows:
+    def __call__(self, params: Params, rows: Rows, key: jax.Array) -> AnswerRows:
         """Raises ConfigError if the reward function fails, and what `generate` raises."""
+        assert isinstance(rows, PromptRows)
         batches = len(rows.index_B)
         made = [
             self._answer_batch(params, jax.tree.map(lambda x, n=n: x[n], rows), number_key)
@@ -94,11 +95,11 @@ class AnswerSampler:
                 rewards.append(score_answer(self.reward, prompt, text))
         made = blank_rows(B, W + N - 1)
         for row, (prompt, answer) in enumerate(zip(chosen, answers, strict=True)):
-            text = [*prompt.ids, *answer]
-            made.token_BT[row, : len(text) - 1] = text[:-1]
-            made.label_BT[row, len(prompt.ids) - 1 : len(text) - 1] = answer
-            made.position_BT[row, : len(text) - 1] = np.arange(len(text) - 1)
-            made.document_BT[row, : len(text) - 1] = 0
+            before, end = len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1
+            made.token_BT[row, :end] = [*prompt.ids, *answer][:-1]
+            made.label_BT[row, before:end] = answer
+            made.position_BT[row, :end] = np.arange(end)
+            made.document_BT[row, :end] = 0
         if self.reward is None:  # whoever wrote them: as if the current model had
             logprob_BN = _score(self.model, params, made, self.sampler, N)[1]
         reference_BN = np.zeros((B, N), np.float32)
