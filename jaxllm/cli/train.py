@@ -375,8 +375,9 @@ def rl(
     """
     with spinner("starting"):
         from jaxllm.adapters import LoraConfig
+        from jaxllm.models.invariance import has_invariant_rows
         from jaxllm.train import jobs
-        from jaxllm.train.rl.job import Reinforcement, exact_ratios, reinforce
+        from jaxllm.train.rl.job import Reinforcement, reinforce
         from jaxllm.train.rl.prompts import Prompts, load_reward, read_prompts, read_scored
 
         options.check()
@@ -402,7 +403,7 @@ def rl(
     else:
         base = jobs.lora(lm, LoraConfig(r=rank, lora_alpha=2.0 * rank), seed=options.seed)
     job = reinforce(base, prompts, function, asked, reward or "")
-    if not exact_ratios(job):
+    if not has_invariant_rows(job.lm.model, job.params):
         log("sampling and training may round differently here: the first ratios are near 1")
     title = f"{model} from the rewards of {reward or options.data.name}"
     run_training(lm, job, target, options, checked, title, data=prompts)

@@ -52,7 +52,7 @@ class TrainPlan:
       gradient_accumulation_steps: batches per step.
       num_iterations: steps on the same batches, as `prepare` returned them for the first one.
       seed: of the run's key.
-      eval_steps: steps between evaluations; None for one at the end.
+      eval_steps: steps between evaluations and lines of the log; None for one at the end.
       patience: evaluations without a better one after which the run ends and returns the best; None
         for no early stopping.
       save_steps: steps between checkpoints; None for none.

@@ -11,7 +11,7 @@ from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.grammar.grammar import KINDS
 from jaxllm.lm import LM
-from jaxllm.models.invariance import has_invariant_rows, make_invariant
+from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.schema import field_errors
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.rl.answers import AnswerSampler
@@ -65,6 +65,9 @@ def reinforce(
 ) -> TrainJob:
     """Return a job of `jobs.full_finetune` or `jobs.lora` that learns from rewards instead.
 
+    The first step on new answers has probability ratios of exactly 1 if the model and parameters of
+    the result keep the promise of `models.invariance.has_invariant_rows`.
+
     Args:
       reward: None for prompts with scored answers.
       name: of the reward function, to recognize the run by when it is resumed.
@@ -116,8 +119,3 @@ def make_answer_sampler(
     off = {PROCESSORS[name].factory for name in ALWAYS_ON if name not in options.sampling}
     kept = tuple(p for p in config.sampler.processors if type(p) not in off)
     return config.sampler.replace(processors=kept), tuple(config.eos_token_ids)
-
-
-def exact_ratios(job: TrainJob) -> bool:
-    """Whether the first step on new answers has probability ratios of exactly 1."""
-    return has_invariant_rows(job.lm.model, job.params)

@@ -18,9 +18,9 @@ from jaxllm.errors import ConfigError, TokenError
 from jaxllm.files import read_json_lines
 from jaxllm.lm import LM
 from jaxllm.runtime.schema import as_schema
-from jaxllm.train.data.conversations import common_prefix_length
 from jaxllm.train.data.dataset import shuffle_rows
 from jaxllm.train.data.rows import Ints, Rows, blank_rows
+from jaxllm.train.data.sources import TextEncoder, read_examples
 
 # Takes the prompt, the answer without special tokens, and the prompt's line of the file.
 Reward = Callable[[str, str, Mapping[str, Any]], float]
@@ -48,12 +48,12 @@ class PromptRows(Rows):
     index_B: Ints
 
 
-class _Prompt(msgspec.Struct):
+class _Line(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
-class _Scored(msgspec.Struct):
+class _ScoredLine(msgspec.Struct):
     prompt: str
     completion: str
     reward: Annotated[float, msgspec.Meta(gt=-1e9, lt=1e9)]
@@ -63,20 +63,19 @@ def read_prompts(path: Path, lm: LM) -> list[Prompt]:
     """Read JSON lines with "prompt", or "messages" for the chat template; other fields are for the
     reward function.
 
-    Raises TokenError with the line for other objects, and if there are none, and what `LM.encode`
+    Raises TokenError with the line for other lines, and if there are none, and what `LM.encode`
     and `LM.chat_prompt` raise.
     """
     found = []
-    for where, line in read_json_lines(path, TokenError, max_bytes=None):
-        asked = as_schema(_check_object(line, where), _Prompt, where, TokenError)
-        if (asked.prompt is None) == (asked.messages is None):
+    for where, value in read_json_lines(path, TokenError, max_bytes=None):
+        line = as_schema(value, _Line, where, TokenError)
+        if (line.prompt is None) == (line.messages is None):
             raise TokenError(f'{where} must be an object with "prompt", or with "messages"')
-        if asked.messages is not None:
-            ids = lm.chat_prompt(asked.messages)
-            found.append(Prompt(lm.decode(ids), ids, line))
-        else:
-            found.append(Prompt(str(asked.prompt), lm.encode(str(asked.prompt)), line))
-    return _check_any(found, path)
+        ids = lm.encode(line.prompt) if line.messages is None else lm.chat_prompt(line.messages)
+        found.append(Prompt(lm.decode(ids) if line.prompt is None else line.prompt, ids, value))
+    if not found:
+        raise TokenError(f"there is no prompt in {path}")
+    return found
 
 
 def read_scored(path: Path, lm: LM) -> list[Prompt]:
@@ -84,37 +83,24 @@ def read_scored(path: Path, lm: LM) -> list[Prompt]:
 
     Raises TokenError for other lines, and for groups of one or of unequal sizes.
     """
+    examples = read_examples(path, TextEncoder(lm.tokenizer))
+    lines = read_json_lines(path, TokenError, max_bytes=None)
     groups: dict[str, Prompt] = {}
-    for where, line in read_json_lines(path, TokenError, max_bytes=None):
-        row = as_schema(_check_object(line, where), _Scored, where, TokenError)
-        group = groups.setdefault(row.prompt, Prompt(row.prompt, lm.encode(row.prompt), line))
-        whole = lm.encode(row.prompt + row.completion)
-        kept = common_prefix_length(np.array(group.ids), np.array(whole))
-        end = () if lm.tokenizer is None else [lm.tokenizer.eos_id]
-        token_N = np.array([*whole[kept:], *(i for i in end if i is not None)], np.int32)
-        if kept < len(group.ids) or not row.completion:
+    for number, (where, value) in enumerate(lines):
+        line = as_schema(value, _ScoredLine, where, TokenError)
+        token_T, learned_T = examples[number]
+        begin = int(learned_T.argmax())
+        group = groups.setdefault(line.prompt, Prompt(line.prompt, token_T[:begin].tolist(), value))
+        if begin != len(group.ids):
             raise TokenError(f"{where}: the completion must start with a new token")
-        answers = (*group.answers, ScoredAnswer(token_N, row.reward))
-        groups[row.prompt] = group._replace(answers=answers)
-    found = _check_any(list(groups.values()), path)
-    sizes = sorted({len(prompt.answers) for prompt in found})
+        answers = (*group.answers, ScoredAnswer(token_T[begin:], line.reward))
+        groups[line.prompt] = group._replace(answers=answers)
+    sizes = sorted({len(prompt.answers) for prompt in groups.values()})
     if sizes[0] < 2 or len(sizes) > 1:
         raise TokenError(
             f"{path}: every prompt must have the same number of answers, at least 2: got {sizes}"
         )
-    return found
-
-
-def _check_object(line: Any, where: str) -> dict[str, Any]:
-    if not isinstance(line, dict):
-        raise TokenError(f"{where} must be an object")
-    return line
-
-
-def _check_any(found: list[Prompt], path: Path) -> list[Prompt]:
-    if not found:
-        raise TokenError(f"there is no prompt in {path}")
-    return found
+    return list(groups.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,13 +158,12 @@ def load_reward(name: str) -> Reward:
     module, _, function = name.partition(":")
     if not module or not function:
         raise ConfigError(f"the reward must be MODULE:FUNCTION, got {name!r:.60}")
-    sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ConfigError(f"the reward {name}: {type(error).__name__}: {error!s:.200}") from error
-    finally:
-        sys.path.pop(0)
     if not callable(found):
         raise ConfigError(f"the reward {name} is not a function, but {found!r:.60}")
     reward: Reward = found

@@ -19,6 +19,7 @@ from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.sampler import GREEDY
 from jaxllm.lm import LM
 from jaxllm.models import FAMILIES
+from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.ops import native
 from jaxllm.train import jobs, loop
 from jaxllm.train.data.rows import IGNORED
@@ -26,7 +27,7 @@ from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan, TrainResult
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.rl.answers import AnswerSampler
-from jaxllm.train.rl.job import Reinforcement, exact_ratios, reinforce
+from jaxllm.train.rl.job import Reinforcement, reinforce
 from jaxllm.train.rl.losses import AnswerRows, answer_logprobs
 from jaxllm.train.rl.prompts import (
     Prompt,
@@ -111,7 +112,7 @@ def test_first_ratios_are_exactly_one(family: str, dtype: str, tmp_path: Path) -
     job = reinforce(
         jobs.full_finetune(lm, dtype), prompts, lambda *_: float(next(rewards)), options
     )
-    assert exact_ratios(job) or dtype == "float32"
+    assert has_invariant_rows(job.lm.model, job.params)
     found = run(job, 4, plan={"num_iterations": 2, "gradient_accumulation_steps": 2})
     drifts = [record.also["drift"] for record in found.records]
     assert drifts[0] == drifts[2] == 0.0
@@ -311,11 +312,17 @@ def test_bad_reward_names_are_refused(name: str, message: str) -> None:
     ("content", "scored", "message"),
     [
         ("", False, "there is no prompt in"),
-        ('["a"]\n', False, "line 1 must be an object"),
+        ('["a"]\n', False, "line 1: must be an object"),
         ('{"prompt": "a"}\n{"text": "b"}\n', False, 'line 2 must be an object with "prompt"'),
         ('{"prompt": "a", "completion": "b"}\n', True, "line 1"),
         ('{"prompt": "a", "completion": " b", "reward": 1}\n', True, "at least 2: got \\[1\\]"),
-        ('{"prompt": "a", "completion": "", "reward": 1}\n', True, "start with a new token"),
+        ('{"prompt": "a", "completion": "", "reward": 1}\n', True, "the completion is empty"),
+        (
+            '{"prompt": "One da", "completion": " b", "reward": 1}\n'
+            '{"prompt": "One da", "completion": "y", "reward": 1}\n',
+            True,
+            "line 2: the completion must start with a new token",
+        ),
         ('{"prompt": "a", "completion": " b", "reward": 1e99}\n', True, "reward"),
     ],
 )
@@ -328,6 +335,16 @@ def test_bad_files_are_refused(
         (read_scored if scored else read_prompts)(file, lm)
     assert isinstance(caught.value, JaxllmError)
     assert "\n" not in str(caught.value)
+
+
+def test_messages_become_prompts_of_chat_template(lm: LM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": messages, "wanted": "dog"}))
+    (prompt,) = read_prompts(file, lm)
+    assert prompt.ids == lm.chat_prompt(messages)
+    assert "Tell me a story." in prompt.text
+    assert prompt.line["wanted"] == "dog"
 
 
 def test_prompts_come_in_shuffled_epochs(lm: LM) -> None:
