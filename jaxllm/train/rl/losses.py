@@ -116,8 +116,7 @@ def answer_logprobs(
 
     def process(carry: tuple[Sampler, jax.Array], column: Any) -> Any:
         (sampler, length_B), (logits_BV, token_B) = carry, column
-        seen_BT = jnp.arange(text_BT.shape[1])[None] < length_B[:, None]
-        context = Context(jnp.where(seen_BT, text_BT, -1), prompt_B, length_B, key_B)
+        context = Context(text_BT, prompt_B, length_B, key_B)  # processors stop at the length
         scores_BV = apply_processors(logits_BV, sampler, context)
         logprob_B = pick_token(log_softmax(scores_BV), token_B)
         return (sampler.observe(scores_BV, token_B), length_B + 1), logprob_B

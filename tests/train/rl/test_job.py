@@ -212,22 +212,34 @@ def test_interrupted_run_repeats_bits(
     """A run that is killed between and within sets of answers ends as an undisturbed one."""
     monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
-    plan = {"num_iterations": 2}
+    plan = {"num_iterations": 2, "eval_steps": 1}
     whole = run(make_job(lm, beta=0.1), 6, plan=plan)
-    calls = [0]
+    ends = {"step 4", "reward 27"}  # the second step on the second set; within the third set
+    messages, calls = list[str](), [0]
+
+    def end_at(place: str) -> None:
+        if place in ends:
+            ends.remove(place)
+            raise KeyboardInterrupt
 
     def fail(prompt: str, answer: str, line: Any) -> float:
         calls[0] += 1
-        if calls[0] in (12, 21):
-            raise KeyboardInterrupt
+        end_at(f"reward {calls[0]}")
         return count_words(prompt, answer, line)
+
+    def log(message: str) -> None:
+        messages.append(message)
+        end_at(message.partition(":")[0])
+
+    def resume() -> TrainResult:
+        return run(make_job(lm, fail, beta=0.1), 6, plan=plan, directory=tmp_path, log=log)
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            run(make_job(lm, fail, beta=0.1), 6, plan=plan, directory=tmp_path)
-    messages: list[str] = []
-    again = run(make_job(lm, fail, beta=0.1), 6, plan=plan, directory=tmp_path, log=messages.append)
-    assert "resuming after step 4 of 6" in messages
+            resume()
+    again = resume()
+    resumed = [message for message in messages if message.startswith("resuming")]
+    assert resumed == ["resuming after step 2 of 6", "resuming after step 4 of 6"]
     assert again.records == whole.records
     bits = [{p: np.asarray(x).tobytes() for p, x in flatten(r.params)} for r in (again, whole)]
     assert bits[0] == bits[1]
