@@ -31,6 +31,7 @@ PAGES = (
             "lens",
             "long_context",
             "quantization",
+            "rl",
             "steering",
             "trees",
         ]
@@ -45,6 +46,7 @@ OUTPUTS = {  # files that the commands of a page write
     "docs/heads.md": ("mood/config.json",),
     "docs/lens.md": ("lens.png", "tuned.safetensors"),
     "docs/quantization.md": ("story-int4/config.json",),
+    "docs/rl.md": ("tuned/config.json", "rl.png"),
     "docs/steering.md": ("boy.gguf",),
 }
 COMMAND = re.compile(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed) ")

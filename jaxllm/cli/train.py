@@ -1,5 +1,6 @@
-"""`jaxllm train`: fine-tuning, adapters, quantization-aware training, distillation."""
+"""`jaxllm train`: fine-tuning, adapters, quantization-aware training, distillation, rewards."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.command import Command, make_command
-from jaxllm.cli.console import spinner
+from jaxllm.cli.console import log, spinner
+from jaxllm.cli.options import read_extra_options
 from jaxllm.cli.train_common import (
     ModelToTrain,
+    RewardOptions,
     Target,
     TrainOptions,
     check_run,
@@ -52,6 +55,7 @@ Capacity = Annotated[
         " unlimited].",
     ),
 ]
+EXAMPLE_RL = "Example: jaxllm train rl demo:llama tuned --data prompts.jsonl --reward rewards:score"
 EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
@@ -332,6 +336,79 @@ def distill(
     run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
 
 
+def rl(
+    model: ModelToTrain,
+    target: Target,
+    reward: str | None = None,
+    scored: bool = False,
+    loss: str = "grpo",
+    group_size: int = 8,
+    num_iterations: Annotated[int, typer.Option(min=1)] = 1,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    beta: float = 0.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 64,
+    temperature: float = 1.0,
+    more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", "-r", min=1)] = None,
+    *,
+    options: RewardOptions,
+) -> None:
+    """Train on rewards: the model answers prompts, and better answers become likelier.
+
+    The result is a complete model, or with --rank a PEFT directory. The state is saved in OUT.parts
+    during the run.
+
+    Args:
+      reward: Python function MODULE:FUNCTION of (prompt, answer, line of the file), a number.
+      scored: The data have answers with rewards: lines with "prompt", "completion" and "reward".
+      loss: Loss: grpo, dr-grpo or dapo.
+      group_size: Answers per prompt, which are compared with each other.
+      num_iterations: Optimizer steps on the same answers.
+      clip_low: Limit of the probability ratio: 1 - X.
+      clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
+      beta: Weight of the divergence from the model before training.
+      max_new_tokens: Maximum number of tokens of an answer.
+      temperature: Sampling temperature.
+      more: Another sampling option or grammar, as for generate: -o top_p=0.95 -o regex=...
+      rank: LoRA rank, to train an adapter instead of all weights.
+    """
+    with spinner("starting"):
+        from jaxllm.adapters import LoraConfig
+        from jaxllm.models.invariance import has_invariant_rows
+        from jaxllm.train import jobs
+        from jaxllm.train.rl.job import Reinforcement, reinforce
+        from jaxllm.train.rl.prompts import Prompts, load_reward, read_prompts, read_scored
+
+        options.check()
+        if (reward is None) != scored:
+            raise ConfigError("the reward must be either --reward MODULE:FUNCTION or --scored")
+        asked = Reinforcement(
+            loss=loss,  # type: ignore[arg-type]  # it checks
+            group_size=group_size, max_new_tokens=max_new_tokens, clip_low=clip_low,
+            clip_high=clip_high, beta=beta,
+            sampling={"temperature": temperature, **read_extra_options(more)},
+        )  # fmt: skip
+        result = "config.json" if rank is None else "adapter_config.json"
+        checked = check_run(model, target, options, 1e-5 if rank is None else 1e-4, result)
+        checked = checked._replace(
+            plan=dataclasses.replace(checked.plan, num_iterations=num_iterations)
+        )
+        function = None if reward is None else load_reward(reward)
+    lm = load_training_model(model, options, "float32" if rank is None else None)
+    read = read_scored if scored else read_prompts
+    prompts = Prompts(read(options.data, lm), options.batch_size, options.seed)
+    if rank is None:
+        base = jobs.full_finetune(lm, options.dtype)
+    else:
+        base = jobs.lora(lm, LoraConfig(r=rank, lora_alpha=2.0 * rank), seed=options.seed)
+    job = reinforce(base, prompts, function, asked, reward or "")
+    if not has_invariant_rows(job.lm.model, job.params):
+        log("sampling and training may round differently here: the first ratios are near 1")
+    title = f"{model} from the rewards of {reward or options.data.name}"
+    run_training(lm, job, target, options, checked, title, data=prompts)
+
+
 # Old and foreign names of options: each error names the current option.
 RENAMED = {
     "--rate": "--lr",
@@ -339,6 +416,10 @@ RENAMED = {
     "--decay": "--weight-decay",
     "--clip": "--max-grad-norm",
     "--eval": "--eval-data",
+    "--prompts": "--data",
+    "--num-generations": "--group-size",
+    "--loss-type": "--loss",
+    "--max-completion-length": "--max-new-tokens",
     "--held-out": "--eval-split",
     "--evaluate-every": "--eval-steps",
     "--save-every": "--save-steps",
@@ -380,10 +461,11 @@ METHODS: dict[str, tuple[Callable[..., None], str]] = {
     "prompt": (prompt, EXAMPLE_PROMPT),
     "qat": (qat, EXAMPLE_QAT),
     "distill": (distill, EXAMPLE_DISTILL),
+    "rl": (rl, EXAMPLE_RL),
 }
 
 app = typer.Typer(
-    help="Train a model: fully, with adapters, quantization-aware, or from a teacher.",
+    help="Train a model: fully, with adapters, quantization-aware, from a teacher or from rewards.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

@@ -102,6 +102,26 @@ class TrainOptions:
     plot: Path | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardOptions(TrainOptions):
+    """The same for training on rewards, which has no evaluation data and one document per row.
+
+    Attributes:
+      data: Prompts: JSON lines with "prompt", or with "messages" for the chat template.
+      eval_split: Not used by train rl.
+      eval_steps: Steps between two lines of the log [default: a tenth of all].
+      batch_size: Prompts per batch.
+    """
+
+    eval_split: float = 0.0
+
+    def check(self) -> None:
+        """Raise ConfigError for options that training on rewards does not have."""
+        for name in ("eval_data", "eval_split", "length", "no_pack", "patience", "mesh", "fsdp"):
+            if getattr(self, name):
+                raise ConfigError(f"train rl has no --{name.replace('_', '-')}: drop it")
+
+
 class RunSetup(NamedTuple):
     """Setup of a run before weights are read.
 
@@ -216,6 +236,7 @@ def run_training(
     title: str,
     examples: "Callable[[Path], Examples] | None" = None,
     reserved_tokens: int = 0,
+    data: Any = None,
 ) -> "TrainResult":
     """Read the data, run a job, write its result and print its loss.
 
@@ -225,24 +246,24 @@ def run_training(
       title: the title of report and plot.
       examples: a function that reads a data file, instead of `sources.read_examples`.
       reserved_tokens: tokens of the context that rows must leave free.
+      data: the training data (`Data`, with `summary` and `facts`), instead of the file's.
     """
     from jaxllm.files import atomic_file
     from jaxllm.train import jobs, plots
 
-    data, held_out = _read_data(lm, options, examples, reserved_tokens)
+    held_out = None
+    if data is None:
+        data, held_out = _read_data(lm, options, examples, reserved_tokens)
     batches = options.epochs * len(data) / options.gradient_accumulation_steps
-    steps, facts = options.steps or max(1, round(batches)), data.facts
-    log(
-        f"{facts['examples']:,} examples in {facts['rows']:,} rows of {data.width}"
-        f" ({facts['filled']:.0%} filled), {data.tokens:,} target tokens; {steps:,} steps"
-    )
+    steps = options.steps or max(1, round(batches * setup.plan.num_iterations))
+    log(f"{data.summary}; {steps:,} steps")
     eval_steps = options.eval_steps or max(1, steps // 10)
     parts = parts_dir(target)
     training = job(data, held_out) if callable(job) else job
 
     def write_report(records: "Sequence[StepRecord]", before: float | None) -> None:
         if options.report is not None:
-            content = {"title": title, "data": facts, "total_steps": steps, "before": before}
+            content = {"title": title, "data": data.facts, "total_steps": steps, "before": before}
             content["steps"] = [r._asdict() for r in records]
             with atomic_file(options.report, "w") as file:
                 json.dump(content, file, indent=1)
@@ -265,11 +286,13 @@ def run_training(
     if not options.keep_state:
         jobs.delete_state(parts)
     if options.plot is not None:
-        plots.plot(run.records, run.initial_loss, options.plot, title)
+        plots.plot(run.records, run.initial_loss, options.plot, title, training.metric)
     last = run.best or run.records[-1]
-    loss = last.loss if last.held_out is None else last.held_out
+    name, loss = "loss", last.loss if last.held_out is None else last.held_out
+    if training.metric is not None:
+        name, loss = training.metric, last.also[training.metric]
     was = "" if run.initial_loss is None else f" (before: {run.initial_loss:.4f})"
-    write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
+    write(f"{target}: {name} {loss:.4f}{was} after step {last.step}\n")
     return run
 
 

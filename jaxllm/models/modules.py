@@ -149,4 +149,8 @@ def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array)
         logits = head(x)
     if config.logits_scale != 1:
         logits = logits * config.logits_scale
-    return ops.soft_cap(logits, config.logits_cap)
+    if config.logits_cap is None:
+        return logits
+    # The minimum changes no value. Without it, XLA contracts the cap's product with a sum after it
+    # in some programs and not in others, so log-probabilities would have several bits.
+    return jnp.minimum(ops.soft_cap(logits, config.logits_cap), config.logits_cap)

@@ -50,6 +50,7 @@ class TrainJob:
       extra_inputs: further arrays for the objective.
       finish: writes the result into a directory.
       data, eval_data: replace those of `run_job`, if a teacher's outputs were added to them.
+      metric: a further metric of the objective that shows progress better than its loss.
     """
 
     lm: LM
@@ -63,6 +64,7 @@ class TrainJob:
     prepare: PrepareRows | None = None
     data: Data | None = None
     eval_data: Data | None = None
+    metric: str | None = None
 
     @property
     def model(self) -> Model:

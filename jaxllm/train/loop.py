@@ -24,7 +24,7 @@ from jaxllm.runtime.progress import status_bar
 from jaxllm.runtime.validation import check_int, check_seed
 from jaxllm.sharding.sharded_model import check_rows
 from jaxllm.train.checkpointing import StateStore, collect_settings, differences, open_store
-from jaxllm.train.data.rows import Data, Rows
+from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Metrics, Setup, TrainState, eval_step, init_state, train_step
@@ -50,8 +50,9 @@ class TrainPlan:
     Attributes:
       steps: optimizer steps.
       gradient_accumulation_steps: batches per step.
+      num_iterations: steps on the same batches, as `prepare` returned them for the first one.
       seed: of the run's key.
-      eval_steps: steps between evaluations; None for one at the end.
+      eval_steps: steps between evaluations and lines of the log; None for one at the end.
       patience: evaluations without a better one after which the run ends and returns the best; None
         for no early stopping.
       save_steps: steps between checkpoints; None for none.
@@ -61,13 +62,14 @@ class TrainPlan:
 
     steps: int
     gradient_accumulation_steps: int = 1
+    num_iterations: int = 1
     seed: int = 0
     eval_steps: int | None = None
     patience: int | None = None
     save_steps: int | None = None
 
     def __post_init__(self) -> None:
-        required = ("steps", "gradient_accumulation_steps")
+        required = ("steps", "gradient_accumulation_steps", "num_iterations")
         for name in (*required, "eval_steps", "patience", "save_steps"):
             value = getattr(self, name)
             if value is not None or name in required:
@@ -175,6 +177,13 @@ def train(
         total, weight = (float(sum(column)) for column in zip(*(m[:2] for m in each), strict=True))
         return total / (weight or 1.0)
 
+    def read_rows(number: int) -> Rows:
+        rows = _stack_batches(data, number, plan.gradient_accumulation_steps)
+        if prepare is None:
+            return rows
+        row_key = jax.random.fold_in(jax.random.fold_in(key, number), _PREPARE_SALT)
+        return prepare(combine(state.trained, rest), rows, row_key)
+
     def save_now() -> None:
         states.save(state, {"records": [list(r) for r in records], "before": before})
         saved[0] = len(records)
@@ -192,20 +201,17 @@ def train(
         if eval_data is not None and before is None:
             before = eval_loss(state.trained)
             log(f"before training: held-out loss {before:.4f}")
-        saved, pace = [len(records)], _Pace()
+        saved, pace, rows = [len(records)], _Pace(), None
         keeps = store.directory is not None
         bar = status_bar("train", plan.steps, show_progress, len(records))
         with signals.exit_message(describe_progress), bar as noted:
             while len(records) < plan.steps and not _is_out_of_patience(records, plan.patience):
                 pace.start_step()
-                rows = _stack_batches(data, len(records), plan.gradient_accumulation_steps)
-                if prepare is not None:
-                    step_key = jax.random.fold_in(key, len(records))
-                    row_key = jax.random.fold_in(step_key, _PREPARE_SALT)
-                    rows = prepare(combine(state.trained, rest), rows, row_key)
+                number, iteration = divmod(len(records), plan.num_iterations)
+                rows = read_rows(number) if rows is None or iteration == 0 else rows
                 state, metrics = train_step(state, rest, extra_inputs, rows, key, setup=setup)
                 record = _make_record(len(records) + 1, metrics)
-                pace.end_step(record)
+                pace.end_step(int((rows.label_BT != IGNORED).sum()))
                 if not bool(metrics.finite):
                     report(records, before)
                     if saved[0] == len(records):
@@ -219,7 +225,7 @@ def train(
                     record = record._replace(held_out=eval_loss(state.trained))
                 records.append(record)
                 noted(record.step, _format_record(record).partition(": ")[2] + pace.speed_text)
-                if record.held_out is not None:
+                if is_due:
                     log(f"{_format_record(record)}{pace.speed_text}")
                     report(records, before)
                     if plan.patience is not None and _best_record(records) is record:
@@ -229,7 +235,9 @@ def train(
                         log(sample(combine(state.trained, rest)))
                 if plan.save_steps and record.step % plan.save_steps == 0:
                     checkpoint(combine(state.trained, rest), record.step)
-                if keeps and broadcast_from_zero(lambda: "now" if pace.is_save_due() else ""):
+                is_whole = record.step % plan.num_iterations == 0  # else its rows would be lost
+                can_save = keeps and is_whole
+                if can_save and broadcast_from_zero(lambda: "now" if pace.is_save_due() else ""):
                     pace.time_save(save_now)
             if keeps and saved[0] < len(records):
                 save_now()
@@ -319,15 +327,15 @@ class _Pace:
 
     def __init__(self) -> None:
         self._step_start = 0.0
-        self._steps: list[tuple[float, float]] = []  # seconds and labels of each
+        self._steps: list[tuple[float, int]] | None = None  # seconds and labels of each
         self._last_save, self._save_interval = time.monotonic(), SAVE_SECONDS
 
     def start_step(self) -> None:
         self._step_start = time.monotonic()
 
-    def end_step(self, record: StepRecord) -> None:
-        step = time.monotonic() - self._step_start, record.weight
-        self._steps = [*self._steps[-_SPEED_STEPS:], step] if record.step > 1 else []
+    def end_step(self, labels: int) -> None:
+        step = time.monotonic() - self._step_start, labels
+        self._steps = [] if self._steps is None else [*self._steps[-_SPEED_STEPS:], step]
 
     @property
     def speed_text(self) -> str:

@@ -58,6 +58,8 @@ class GenerateResult(struct.PyTreeNode):
     Attributes:
         token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; includes end-of-text tokens.
         logprob_BT: float32, each token's log-probability under the model, before any processor.
+        processed_logprob_BT: The same under the distribution that it was drawn from, after all
+            processors (temperature, truncation, grammars); None unless requested.
         length_B: Number of generated tokens per row.
         finish_B: A `Finish` per row.
         cache: Holds the prompt and all generated tokens but each row's last, so a continuation
@@ -78,6 +80,7 @@ class GenerateResult(struct.PyTreeNode):
     top_token_BTN: jax.Array | None
     top_logprob_BTN: jax.Array | None
     attention_mass: jax.Array | None
+    processed_logprob_BT: jax.Array | None = None
     sites: dict[str, Any] = struct.field(default_factory=dict)
 
 
@@ -98,6 +101,7 @@ class GenerateKwargs(TypedDict, total=False):
         overflow: Eviction policy for a full cache; without one, a generation that does not fit
             raises an error.
         top_logprobs: Number of likeliest tokens to return per step.
+        processed_logprobs: Also return `GenerateResult.processed_logprob_BT`.
         chunk: Prompt tokens to run at once.
         attention_mass: As for `forward`.
         read: As for `forward`. Steps then run one by one, and what they read moves to the host.
@@ -115,6 +119,7 @@ class GenerateKwargs(TypedDict, total=False):
     cache: KVCache | None
     overflow: OverflowPolicy | None
     top_logprobs: int
+    processed_logprobs: bool
     chunk: int
     attention_mass: MassMode
     read: Sequence[str]
@@ -212,6 +217,7 @@ def _prefill(
     cache: KVCache | None = None,
     overflow: OverflowPolicy | None = None,
     top_logprobs: int = 0,
+    processed_logprobs: bool = False,
     chunk: int = 256,
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
@@ -273,7 +279,10 @@ def _prefill(
     )
     context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
     top_BLN = (top_token, top_logprob)
-    state = DecodeState(newest_B, finish_B, context, sampler, logprob_BL, top_BLN, None)
+    processed_BL = logprob_BL if processed_logprobs else None
+    state = DecodeState(
+        newest_B, finish_B, context, sampler, logprob_BL, top_BLN, None, processed_BL
+    )
     if attention_mass is False:  # while the prompt's program is compiled, and the prompt runs
         logits = jax.ShapeDtypeStruct((B, model.config.vocab_size), np.float32)
         _SAMPLE.prepare(limits, state, logits)
@@ -316,6 +325,7 @@ def _make_result(
         cut(state.top_BLN[0], NO_TOKEN) if asked else None,
         cut(state.top_BLN[1], 0) if asked else None,
         state.mass,
+        None if state.processed_BL is None else cut(state.processed_BL, 0),
         state.sites,
     )
 

@@ -11,9 +11,10 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, Segment, replicate_for_host
 from jaxllm.generation.loops.finish import Finish, finish_reasons, set_column
-from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
+from jaxllm.generation.sampling.sampler import Context, Sampler, apply_processors, draw_next
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.row_sums import log_softmax
+from jaxllm.ops.token_logprobs import pick_token
 from jaxllm.steps import MassMode, run_and_commit
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -48,8 +49,8 @@ class DecodeState(struct.PyTreeNode):
 
     newest_B: last token, not yet in the cache. finish_B: a `Finish`. context: text and random key;
     each step folds the text length into the key. logprob_BL, top_BLN: as in `GenerateResult`,
-    indexed by position in the text. mass: accumulated attention mass. sites: what the newest step
-    read.
+    indexed by position in the text; processed_BL likewise, or None. mass: accumulated attention
+    mass. sites: what the newest step read.
     """
 
     newest_B: jax.Array
@@ -59,6 +60,7 @@ class DecodeState(struct.PyTreeNode):
     logprob_BL: jax.Array
     top_BLN: tuple[jax.Array, jax.Array]
     mass: jax.Array | None
+    processed_BL: jax.Array | None = None
     sites: dict[str, jax.Array] = struct.field(default_factory=dict)
 
 
@@ -73,10 +75,15 @@ def sample(limits: StopLimits, state: DecodeState, logits_BV: jax.Array) -> Deco
     running_B = state.finish_B == Finish.RUNNING
     grows_B = running_B & finite_B
     key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
-    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
+    now = context.replace(key_B=key_B)
+    scores_BV = apply_processors(logits_BV, state.sampler, now)
+    token_B, sampler = draw_next(scores_BV, state.sampler, now)
     logprob_BV = log_softmax(logits_BV)
-    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    logprob_B, processed_BL = pick_token(logprob_BV, token_B), state.processed_BL
     before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
+    if processed_BL is not None:
+        processed_B = pick_token(log_softmax(scores_BV), token_B)
+        processed_BL = set_column(processed_BL, before_B, processed_B, grows_B)
     limit_B = context.prompt_B + limits.budget_B
     finish_B = finish_reasons(token_B, length_B, limit_B, limits.eos_E, finite_B)
     top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
@@ -88,6 +95,7 @@ def sample(limits: StopLimits, state: DecodeState, logits_BV: jax.Array) -> Deco
         ),
         sampler=sampler,
         logprob_BL=set_column(state.logprob_BL, before_B, logprob_B, grows_B),
+        processed_BL=processed_BL,
         top_BLN=tuple(
             set_column(old, before_B, new, grows_B)
             for old, new in zip(state.top_BLN, top, strict=True)

@@ -168,7 +168,13 @@ def sample_next(
     logits_BV: jax.Array, sampler: Sampler, context: Context
 ) -> tuple[jax.Array, Sampler]:
     """Draw one token per row, int32 `[B]`; also return the next step's sampler."""
-    scores_BV = apply_processors(logits_BV, sampler, context)
+    return draw_next(apply_processors(logits_BV, sampler, context), sampler, context)
+
+
+def draw_next(
+    scores_BV: jax.Array, sampler: Sampler, context: Context
+) -> tuple[jax.Array, Sampler]:
+    """Draw one token per row from the processed scores; return what `sample_next` returns."""
     if sampler.greedy:
         token_B = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
     else:

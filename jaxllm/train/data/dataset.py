@@ -104,6 +104,14 @@ class Dataset:
             "digest": self.digest,
         }
 
+    @property
+    def summary(self) -> str:
+        facts = self.facts
+        return (
+            f"{facts['examples']:,} examples in {facts['rows']:,} rows of {self.width}"
+            f" ({facts['filled']:.0%} filled), {self.tokens:,} target tokens"
+        )
+
     def check(self, config: ModelConfig) -> None:
         """Raise CapacityError for rows longer than the context, TokenError for ids outside the
         vocabulary, ConfigError for packed rows if the model has a compressive memory.
@@ -123,7 +131,7 @@ class Dataset:
     def batch(self, number: int) -> Rows:
         """Return batch `number`, from 0, of an endless sequence of epochs; always the same one."""
         epoch, within = divmod(check_int("batch", number, 0, None, ConfigError), len(self))
-        order_R = _shuffle_rows(len(self._rows), self.seed, epoch)
+        order_R = shuffle_rows(len(self._rows), self.seed, epoch)
         rows = blank_rows(self.batch_size, self.width)
         chosen = order_R[within * self.batch_size : (within + 1) * self.batch_size]
         for row, at in enumerate(chosen):
@@ -161,7 +169,7 @@ class Dataset:
 
 
 @lru_cache(maxsize=8)
-def _shuffle_rows(rows: int, seed: int, epoch: int) -> np.ndarray:
+def shuffle_rows(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 

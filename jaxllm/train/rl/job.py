@@ -1,0 +1,121 @@
+"""Reinforcement learning as a training job: its options, and what they become."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.generation.options.resolve import resolve_options
+from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS
+from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.grammar.grammar import KINDS
+from jaxllm.lm import LM
+from jaxllm.models.invariance import make_invariant
+from jaxllm.runtime.schema import field_errors
+from jaxllm.train.jobs import TrainJob
+from jaxllm.train.rl.answers import AnswerSampler
+from jaxllm.train.rl.losses import FORMS, PolicyLoss
+from jaxllm.train.rl.prompts import Prompts, Reward
+
+# Sampling options of an answer; XTC draws random numbers, which the training pass does not have.
+SAMPLING = {*PROCESSORS, *KINDS} - {"xtc_probability", "xtc_threshold"}
+
+Bound = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reinforcement:
+    """Options of reinforcement learning.
+
+    Attributes:
+      loss: a key of `losses.FORMS`.
+      group_size: answers per prompt; of scored answers, those that the file has.
+      max_new_tokens: of an answer.
+      sampling: options of `generate` that determine the distribution to sample from, by name; by
+        default the model's own, whatever the checkpoint's generation_config.json has.
+      clip_low, clip_high: the ratio is clipped to `1 - clip_low` and `1 + clip_high`; by default
+        0.2, and 0.28 above for dapo.
+      beta: weight of the divergence from the reference: the weights at the start, without adapter.
+
+    Raises ConfigError for values out of range, SamplingError for other options in `sampling`.
+    """
+
+    loss: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
+    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    clip_low: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    clip_high: Bound | None = None
+    beta: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
+
+    def __post_init__(self) -> None:
+        if complaints := field_errors(self):
+            raise ConfigError("; ".join(complaints))
+        if unknown := sorted(self.sampling.keys() - SAMPLING):
+            raise SamplingError(
+                f"{unknown[0]} is no option of answers to train on: give processors and grammars"
+            )
+        if self.sampling.get("temperature", 1.0) == 0:
+            raise SamplingError("the temperature must be above 0: equal answers teach nothing")
+
+
+def reinforce(
+    job: TrainJob, prompts: Prompts, reward: Reward | None, options: Reinforcement, name: str = ""
+) -> TrainJob:
+    """Return a job of `jobs.full_finetune` or `jobs.lora` that learns from rewards instead.
+
+    The first step on new answers has probability ratios of exactly 1 if the model and parameters of
+    the result keep the promise of `models.invariance.has_invariant_rows`.
+
+    Args:
+      reward: None for prompts with scored answers.
+      name: of the reward function, to recognize the run by when it is resumed.
+
+    Raises CapacityError if prompt and answer exceed the context, ConfigError for a model on a mesh,
+    SamplingError and GrammarError for invalid sampling options.
+    """
+    lm = dataclasses.replace(job.lm, model=make_invariant(job.lm.model))
+    if lm.model.is_sharded:
+        raise ConfigError("reinforcement learning runs on one device: drop the mesh")
+    answers = [len(answer.token_N) for prompt in prompts.prompts for answer in prompt.answers]
+    new_tokens = options.max_new_tokens if reward is not None else max(answers)
+    if prompts.width + new_tokens > lm.config.context_length:
+        raise CapacityError(
+            f"a prompt of {prompts.width} tokens and {new_tokens} new ones exceed the model's"
+            f" context of {lm.config.context_length}"
+        )
+    sampler, eos = make_answer_sampler(lm, options, new_tokens)
+    clip_high = FORMS[options.loss].clip_high if options.clip_high is None else options.clip_high
+    first = lm.params if job.compute_params is None else job.compute_params
+    prepare = AnswerSampler(
+        form=options.loss,
+        group_size=options.group_size if reward is not None else len(prompts.prompts[0].answers),
+        max_new_tokens=new_tokens,
+        sampling=options.sampling,
+        reward_name=name,
+        model=lm.model,
+        tokenizer=lm.tokenizer,
+        prompts=prompts.prompts,
+        reward=reward,
+        sampler=sampler,
+        eos_token_ids=eos,
+        reference=first if options.beta else None,
+    )
+    return dataclasses.replace(
+        job, lm=lm, objective=PolicyLoss(options.clip_low, clip_high, options.beta),
+        extra_inputs=sampler, prepare=prepare, data=prompts, metric="reward",
+    )  # fmt: skip
+
+
+def make_answer_sampler(
+    lm: LM, options: Reinforcement, new_tokens: int
+) -> tuple[Sampler, tuple[int, ...]]:
+    """Return the sampler of answers, and the ids that end one."""
+    ends = {name: lm.generation[name] for name in ("eos_token_id",) if name in lm.generation}
+    asked = {"do_sample": True, "max_new_tokens": new_tokens, **options.sampling}
+    config = resolve_options(lm.config, ends, [[0]], asked, tokenizer=lm.tokenizer)
+    # Processors that are off would run again on every token of the training pass.
+    off = {PROCESSORS[name].factory for name in ALWAYS_ON if name not in options.sampling}
+    kept = tuple(p for p in config.sampler.processors if type(p) not in off)
+    return config.sampler.replace(processors=kept), tuple(config.eos_token_ids)
