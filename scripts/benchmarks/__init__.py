@@ -22,6 +22,8 @@ prefix_table: time saved by training on a frozen prefix.
 policy_table: recall from a long text under each cache policy.
 json_schema_suite: the official JSON Schema test suite against the grammars of schemas.
 grammar_speed: decoding speed with and without a grammar, and the time of masks.
+speculation: drafts that are accepted under both rules, and speed with drafts in `serve`.
+trees: a tree of tokens compared with chains; n-gram trees as drafts.
 serve_load: throughput and latencies of servers under N clients, and what HTTP costs.
 simulate_serving: the tables of docs/scale.md.
 """
