@@ -218,7 +218,12 @@ def test_next_turn_finds_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "bfloat16", "int8 cache", "window", "experts", "self-extend"]
+    "name",
+    ["llama", "window"]
+    + [
+        pytest.param(name, marks=pytest.mark.more)
+        for name in ("bfloat16", "int8 cache", "experts", "self-extend")
+    ],
 )
 @pytest.mark.parametrize("chunk", [None, C])
 def test_shared_prefixes_change_no_answer(name: str, chunk: int | None) -> None:

@@ -106,7 +106,7 @@ def expected() -> dict[Any, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "draft", ["lookup", "itself", pytest.param("another", marks=pytest.mark.more)]
+    "draft", ["lookup", *(pytest.param(x, marks=pytest.mark.more) for x in ("itself", "another"))]
 )
 def test_draft_keeps_every_bit(draft: str) -> None:
     """Tokens, log-probabilities, likeliest tokens and ends are those without a draft; a draft that
@@ -164,8 +164,8 @@ def test_results_are_independent_of_draft_and_company(
 
 
 @pytest.mark.parametrize("draft", ["itself", "lookup"])
-def test_prefix_cache_holds_only_prompts(draft: str) -> None:
-    """A second round of the same requests finds its prompts, and nothing that was rejected."""
+def test_prefix_cache_holds_no_rejected_token(draft: str) -> None:
+    """A second round of the same requests finds its prompts and answers, and nothing that was rejected."""
     store = PrefixCache(1 << 24, 8)
     requests = [make_request(i, max_new_tokens=20) for i in range(5, 11)]
     wanted = results(run(requests, "none"))
