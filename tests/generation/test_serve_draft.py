@@ -165,7 +165,7 @@ def test_results_are_independent_of_draft_and_company(
 
 @pytest.mark.parametrize("draft", ["itself", "lookup"])
 def test_prefix_cache_holds_no_rejected_token(draft: str) -> None:
-    """A second round of the same requests finds its prompts and answers, and nothing that was rejected."""
+    """A second round of the same requests finds prompts and answers, and nothing rejected."""
     store = PrefixCache(1 << 24, 8)
     requests = [make_request(i, max_new_tokens=20) for i in range(5, 11)]
     wanted = results(run(requests, "none"))

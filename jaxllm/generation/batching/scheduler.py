@@ -128,7 +128,7 @@ class _ActiveRequest:
         if self.num_run < self.prompt_T.size:
             token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
         else:
-            token_T, length = np.array(self.tokens[-1:]), self.num_run + 1
+            token_T, length = np.array([self.tokens[-1]]), self.num_run + 1
         position_T = np.arange(self.num_run, self.num_run + token_T.size)
         output_T = position_T == length - 1
         at, adapter = position_T, self.request.adapter
