@@ -47,7 +47,7 @@ from jaxllm.models.site_inputs import (
     fingerprint,
     label_cache,
 )
-from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, sites_to_record, split_name
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, sites_to_record
 from jaxllm.ops import native
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import next_power_of_two
@@ -164,7 +164,8 @@ def forward(
                 "a tree's positions follow from its parents, and it returns no attention_mass and"
                 " no attention_weights"
             )
-        asked = (bool(hidden_states), check_read(model, read), edits)
+        why = "a tree cannot read {}. Run its path with forward"
+        asked = (bool(hidden_states), check_read(model, read, WEIGHT_SITES, why), edits)
         return _forward_tree(model, params, cache, tokens_BT, parents, tree, *asked)
     tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
     (B, T), slots = tokens_BT.shape, 0 if cache is None else cache.slots
@@ -203,8 +204,6 @@ def _forward_tree(
         )
     if parents_BN is None:
         raise TokenError("tree= needs parents=, the number of each new node's parent")
-    if unfit := [x for x in names if split_name(x)[1] in WEIGHT_SITES]:
-        raise ConfigError(f"a tree cannot read {unfit[0]}. Run its path with forward")
     tokens_BN = as_array("tokens", tokens_BN)
     B, N = shape = check_shape(tokens_BN)
     if cache is not None:
@@ -362,9 +361,9 @@ def _prefill_arguments(
     check_fits(cache, positions_BT)
     if is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: every row needs at least one real token")
-    names, checked = check_read(model, read), check_edits(model, edits, cache.batch, 1, None)
-    if unfit := [x for x in names if x == "logits" or split_name(x)[1] in WEIGHT_SITES]:
-        raise ConfigError(f"prefill cannot read {unfit[0]}. Use forward")
+    refused = ("logits", *WEIGHT_SITES)
+    names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
+    checked = check_edits(model, edits, cache.batch, 1, None)
     T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, next_power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))

@@ -207,7 +207,7 @@ def _compare_texts(
 
 
 def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[Finding]:
-    """Compare a text with a grammar, whose forced tokens run one by one and in one pass."""
+    """Compare a text with a grammar: forced tokens run one by one, in one pass, and in serve."""
     if lm.tokenizer is None or find_spec("llguidance") is None:
         return
     options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": 7}

@@ -1,4 +1,4 @@
-"""Labels, rewards and relevance: what a score head, or a yes or no, says of a text."""
+"""Labels, rewards and relevance of texts, by a score head or by a yes or no."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ carries a fingerprint of them for each row (`KVCache.edits_B`), and is refused u
 
 import fnmatch
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -74,12 +74,20 @@ def find_sites(config: ModelConfig, pattern: Any) -> tuple[str, ...]:
     raise ConfigError(f"unknown site {pattern!r:.80}{suggest_name(ours, names)}")
 
 
-def check_read(model: Model, read: Any) -> tuple[str, ...]:
-    """Return the sites to read. read: names, aliases and globs. Raises ConfigError."""
+def check_read(
+    model: Model, read: Any, refused: Sequence[str] = (), why: str = ""
+) -> tuple[str, ...]:
+    """Return the sites to read.
+
+    read: names, aliases and globs. refused: sites without layers that cannot be read here; `why`
+    is the message, with {} for the name. Raises ConfigError.
+    """
     if isinstance(read, str) or not isinstance(read, Iterable):
         raise ConfigError(f"read must be a list of site names, got {read!r:.60}")
     found = (name for pattern in read for name in find_sites(model.config, pattern))
     names = tuple(dict.fromkeys(found))
+    if unfit := [name for name in names if split_name(name)[1] in refused]:
+        raise ConfigError(why.format(unfit[0]))
     model.check_sites(read=names)
     return names
 

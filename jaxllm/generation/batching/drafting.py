@@ -143,8 +143,8 @@ def propose_tokens(
 ) -> tuple[jax.Array, Segment | None]:
     """Propose `width` tokens in each row, or fewer and then -1; return `[R, width]`, and the tail.
 
-    A model draws as the target would at the same positions, with a sampler and a text of its own,
-    which nobody sees. row_R: as in `Microbatch`. limit_R: length at which the text ends.
+    A draft model draws with the keys that the target uses at these positions, on copies of the
+    sampler and the text. row_R: as in `Microbatch`. limit_R: length at which the text ends.
     """
     if isinstance(source, PromptLookup):
         return look_up_draft(context, source.ngram, width), tail

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError
+from jaxllm.errors import CapacityError, JaxllmError, SamplingError
 from jaxllm.generation.batching.batched_sampling import (
     Drawn,
     draw,
@@ -51,7 +51,7 @@ from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
-from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, split_name
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
@@ -230,8 +230,7 @@ def serve(
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
     few_rows = has_invariant_rows(model, params)
-    prefixes = prefix_cache, shared_prefixes
-    store, cache = open_store(model, params, cache, *prefixes, few_rows)
+    store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, few_rows)
     chunk = max(chunk, store.multiple)
     its = open_draft(draft, draft_tokens, model, params, cache)
     now = _ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
@@ -322,9 +321,8 @@ def _admit_request(
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
-    read = check_read(model, request.read)
-    if unfit := [name for name in read if split_name(name)[1] in WEIGHT_SITES]:
-        raise ConfigError(f"a request of serve cannot read {unfit[0]}. Use forward")
+    why = "a request of serve cannot read {}. Use forward"
+    read = check_read(model, request.read, WEIGHT_SITES, why)
     steps: frozenset[int] | None = None
     if request.read_steps is not None:
         given = check_int_array("read_steps", request.read_steps, SamplingError)
