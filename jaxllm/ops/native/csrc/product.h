@@ -68,7 +68,7 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
   constexpr bool kParts = S::kScales == Scales::kUnit;
-  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? O : 1, kPart = kRegisters < 32 ? (N + 1) / 2 : N;
+  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? O : 1, kPart = N;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
@@ -148,14 +148,22 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   });
 }
 
-// The values of a source's rows from `first` on, decoded to memory.
+// The values of a source's rows from `first` on, decoded to memory: as they are multiplied, in the same order.
 template <class S>
 struct Expanded {
-  typedef typename S::Value Value;
+  typedef decltype(factor<S::kPairs>(typename S::Value{})) Factor;
   static constexpr bool kPairs = S::kPairs, kTail = false, kEnds = S::kEnds, kMany = true;
-  static constexpr int kUnit = S::kUnit, kChunk = S::kUnit;
+  static constexpr int kUnit = S::kUnit, kChunk = S::kUnit, kSize = kPairs ? 2 : 4;
   static constexpr Scales kScales = S::kScales;
-  static constexpr int kSize = sizeof(Value) / columns_of<Value>();
+  struct Choose {
+    static auto value() {
+      if constexpr (kPairs)
+        return Halves{};
+      else
+        return Floats{};
+    }
+  };
+  typedef decltype(Choose::value()) Value;
   struct Row {
     const uint8_t* at;
     typename S::Row own;
@@ -174,14 +182,15 @@ struct Expanded {
   JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
 };
 
-// The same if decoding values is expensive: done once for many rows, unless a group's scales cost more than its values.
+// The same if decoding values is expensive: done once for many rows, unless pairs have scales, which cost more than
+// their values.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y) {
-  constexpr bool kExpand = S::kScales == Scales::kNone || (S::kScales == Scales::kRow && S::kPairs);
-  if (!kExpand || in.rows <= (S::kScales == Scales::kNone ? 4 : 16))
+  if ((S::kPairs && S::kScales == Scales::kUnit) || in.rows <= (S::kScales == Scales::kNone ? 4 : 16))
     return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef typename S::Value Value;
+  typedef typename Expanded<S>::Factor Factor;
   const int64_t stride = (up(in.columns, 128) + 32 * 3) * Expanded<S>::kSize, most = rows_in_cache(stride);
   uint8_t* values = space<S>(size_t(most) * stride);
   for (int64_t b = begin; b < end; b += most) {
@@ -194,7 +203,8 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
         for (int u = 0; u < S::kChunk && !(S::kEnds && c + u >= w.columns); u += S::kUnit) {
           Value some[S::kUnit / columns_of<Value>()];
           row.load(c + u, some);
-          memcpy(to + (c + u) * Expanded<S>::kSize, some, sizeof some);
+          Factor* at = reinterpret_cast<Factor*>(to + (c + u) * Expanded<S>::kSize);
+          for (const Value& value : some) store(at++, factor<S::kPairs>(value));
         }
       }
     }
