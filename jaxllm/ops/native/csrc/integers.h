@@ -170,8 +170,13 @@ inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
 // computed again, from weights that are scaled first.
 inline void mend(const Weight& w, const Input& in, int64_t begin, int64_t end, float* y) {
   for (int64_t r = 0; r < in.rows; r++)
-    for (int64_t o = begin; o < end; o++)
-      if (float& out = y[r * w.rows + o]; !__builtin_isfinite(out)) out = product(w, in, o, r);
+    for (int64_t first = begin; first < end; first += kLanes) {
+      const int64_t last = first + kLanes < end ? first + kLanes : end;
+      float* out = y + r * w.rows;
+      if (last - first == kLanes && !any_of(Bits(magnitude(load<Floats>(out + first)) < HUGE_VALF) ^ ~0u)) continue;
+      for (int64_t o = first; o < last; o++)
+        if (!__builtin_isfinite(out[o])) out[o] = product(w, in, o, r);
+    }
 }
 
 template <bool Pairs>

@@ -1,10 +1,10 @@
 // Products by a matrix unit, if the layer has one: 16 weight rows times 16 input rows at once, of bfloat16 pairs or of
 // bytes.
 //
-// Weights are read from their rows, 64 bytes of each per tile, or copied so for kRounded columns at a time; the input
-// is transposed, 16 rows interleaved (prepare_matrix). Columns that share a scale are summed in the unit, then scaled
-// and added to the output's total. An output's bits depend on its own two rows alone: the unit adds in the order of
-// columns.
+// Weights are read from their rows, 64 bytes of each per tile, or copied so first, as many columns as the caches hold;
+// the input is transposed, 16 rows interleaved (prepare_matrix). Columns that share a scale are summed in the unit,
+// then scaled and added to the output's total. An output's bits depend on its own two rows alone: the unit adds in the
+// order of columns, and goes on where it stopped.
 #pragma once
 
 #include "inputs.h"
@@ -17,6 +17,10 @@ constexpr int64_t kTileFloats = kTile * kTile;
 
 // Weight rows per block: many if there are more than two strips of inputs, so that these are read rarely.
 constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
+
+// Bytes of a row that are written or read at once: those of a block should fit the L1 cache, or the L2 cache besides
+// many strips.
+constexpr int64_t kFewBytes = 512, kManyBytes = 2048;
 
 inline bool by_matrix(const Weight& w, const Input& in) { return halves(w, in) || (rounded(w, in) && !in.codes); }
 
@@ -53,6 +57,8 @@ inline void prepare_matrix(const Weight& w, const Input& in, int64_t begin, int6
       const int64_t at = (first + i) * in.columns;
       if (!strips.blocks) {
         memcpy(line, static_cast<const uint16_t*>(in.x) + at, 2 * in.columns);
+        for (int64_t c = 0; c < row_bytes && w.kind == Kind::kInt4; c += sizeof(Halves))
+          store(line + c, nibble_order(load<Halves>(line + c)));
         continue;
       }
       to_floats(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, at, in.columns, x);
@@ -137,10 +143,10 @@ struct Int8Panels {                                              // as bfloat16;
 };
 
 template <bool Pairs, bool Zero, bool Blocks = false>
-struct Int4Panels {                                              // as bfloat16 or as bytes
+struct Int4Panels {                                              // as bfloat16, in another order, or as bytes
   static constexpr int kBytes32 = Blocks ? block_bytes(4) : 16;  // of 32 columns
   const Weight& w;
-  const SmallHalves small;
+  const Nibbles<Zero> nibbles;
   const uint8_t *row[kMost], *zero[kMost];
 
   explicit Int4Panels(const Weight& w) : w(w) {}
@@ -149,43 +155,43 @@ struct Int4Panels {                                              // as bfloat16 
     zero[i] = Zero ? w.zero + o * w.groups : nullptr;
   }
   bool in_place(int64_t, int64_t) const { return false; }
+  JAXLLM_INLINE int zero_at(int64_t i, int64_t c) const { return Zero ? zero[i][w.groups > 1 ? c / w.group : 0] : 8; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
-    constexpr int kBase = Pairs ? SmallHalves::kBase : 0;
     const uint8_t* from = row[i] + c / 32 * kBytes32;
     ask(from, columns / 32 * kBytes32, w.stride);
     if (Blocks) from += 2;
-    Bytes more = Bytes{} + uint8_t(kBase - 8);
-    for (int64_t k = 0; k < columns; k += kBytes, from += 2 * kBytes32) {
-      if (Zero) {
-        const uint8_t* of = zero[i] + (w.groups > 1 ? (c + k) / w.group : 0);
-        const bool two = w.groups > 1 && w.group < kBytes;
-        uint8_t lane[kBytes];
-        memset(lane, uint8_t(kBase - of[0]), kBytes / 2);
-        memset(lane + kBytes / 2, uint8_t(kBase - of[two]), kBytes / 2);
-        more = load<Bytes>(lane);
-      }
-      const Bytes value = nibbles_of(from, from + kBytes32) + more;
-      if constexpr (Pairs) {
-        Halves out[2];
-        small.values(value, out);
-        store(to + 2 * k, out[0]);
-        store(to + 2 * k + 2 * kHalves, out[1]);
-      } else {
-        store(to + k, value);
+    if constexpr (Pairs) {
+      for (int64_t k = 0; k < columns; k += 32, from += kBytes32)
+        store(to + 2 * k, nibble_halves(nibbles, from, zero_at(i, c + k)));
+    } else {
+      Bytes less = Bytes{} + uint8_t(8);
+      for (int64_t k = 0; k < columns; k += kBytes, from += 2 * kBytes32) {
+        if (Zero) {
+          uint8_t of[kBytes];
+          memset(of, zero_at(i, c + k), kBytes / 2);
+          memset(of + kBytes / 2, zero_at(i, c + k + kBytes / 2), kBytes / 2);
+          less = load<Bytes>(of);
+        }
+        store(to + k, nibbles_of(from, from + kBytes32) - less);
       }
     }
   }
 };
 
-// Sums over one unit of columns from `k` on, for O tiles of weights and S strips.
+// Calls some(T, i, j) for each tile of sums T, that of weight tile i and strip j.
+template <int O, int S, class Some>
+JAXLLM_INLINE void each_sum(const Some& some) {
+  some(Int<0>(), 0, 0);
+  if constexpr (S > 1) some(Int<1>(), 0, 1);
+  if constexpr (O > 1) some(Int<2>(), 1, 0);
+  if constexpr (O > 1 && S > 1) some(Int<3>(), 1, 1);
+}
+
+// Adds the products of columns to them; k and end are bytes of a row.
 template <bool Pairs, int O, int S>
-JAXLLM_INLINE void sum_unit(const Panel* panel, const uint8_t* const* x, int64_t k, int64_t end, int64_t step,
-                            bool ask) {
-  clear_tile<0>();
-  if constexpr (S > 1) clear_tile<1>();
-  if constexpr (O > 1) clear_tile<2>();
-  if constexpr (O > 1 && S > 1) clear_tile<3>();
-  for (; k < end; k += step) {  // in bytes of a row
+JAXLLM_INLINE void add_columns(const Panel* panel, const uint8_t* const* x, int64_t k, int64_t end, int64_t step,
+                               bool ask) {
+  for (; k < end; k += step) {
     if (ask)
       for (int i = 0; i < O; i++)
         for (int r = 0; r < kTile; r++) ahead(panel[i].at + r * panel[i].stride + k, kFew * panel[i].stride);
@@ -193,10 +199,7 @@ JAXLLM_INLINE void sum_unit(const Panel* panel, const uint8_t* const* x, int64_t
     if constexpr (O > 1) load_tile<5>(panel[1].at + k, panel[1].stride);
     load_tile<6>(x[0] + kTile * k, 64);
     if constexpr (S > 1) load_tile<7>(x[1] + kTile * k, 64);
-    add_tiles<Pairs, 0, 4, 6>();
-    if constexpr (S > 1) add_tiles<Pairs, 1, 4, 7>();
-    if constexpr (O > 1) add_tiles<Pairs, 2, 5, 6>();
-    if constexpr (O > 1 && S > 1) add_tiles<Pairs, 3, 5, 7>();
+    each_sum<O, S>([](auto T, int, int) { add_tiles<Pairs, T, 4 + T / 2, 6 + T % 2>(); });
   }
 }
 
@@ -217,69 +220,84 @@ JAXLLM_INLINE void add_scaled(const float* scale, int64_t apart, const float* st
 }
 
 // Transposes and writes the outputs of a block of weight rows, [tile of weights][strip of inputs][weight row][input
-// row].
-inline void put_totals(const float* total, int64_t rows, const Input& in, int64_t stride, float* y) {
+// row], times each weight row's `scale` unless that is null.
+inline void put_totals(const float* total, const float* scale, int64_t rows, const Input& in, int64_t stride,
+                       float* y) {
   const int64_t count = up(in.rows, kTile) / kTile;
-  for (int64_t t = 0; t * kTile < rows; t++)
-    for (int64_t s = 0; s < count; s++, total += kTileFloats) {
+  for (int64_t s = 0; s < count; s++)
+    for (int64_t t = 0; t * kTile < rows; t++) {
+      const float* sums = total + (t * count + s) * kTileFloats;
       Bits of[kTile];
-      for (int64_t i = 0; i < kTile; i++) of[i] = load<Bits>(total + kTile * i);
+      for (int64_t i = 0; i < kTile; i++) {
+        of[i] = load<Bits>(sums + kTile * i);
+        if (scale) of[i] = Bits(Floats(of[i]) * scale[t * kTile + i]);
+      }
       uint32_t turned[kTileFloats];
-      transpose(of, turned, kTile);
-      const int64_t left = rows - t * kTile < kTile ? rows - t * kTile : kTile;
-      for (int64_t r = 0; r < kTile && s * kTile + r < in.rows; r++)
-        memcpy(y + (s * kTile + r) * stride + t * kTile, turned + kTile * r, 4 * left);
+      float* to = y + s * kTile * stride + t * kTile;
+      const int64_t left = rows - t * kTile, below = in.rows - s * kTile;
+      const bool whole = left >= kTile && below >= kTile;
+      transpose(of, whole ? reinterpret_cast<uint32_t*>(to) : turned, whole ? stride : kTile);
+      for (int64_t r = 0; r < kTile && r < below && !whole; r++)
+        memcpy(to + r * stride, turned + kTile * r, 4 * (left < kTile ? left : kTile));
     }
 }
 
 template <bool Pairs, class Panels>
 void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr int64_t kSize = Pairs ? 2 : 1, kStride = kRounded * kSize + 64;  // of written rows
   if (!in.rows) return;
+  constexpr int64_t kSize = Pairs ? 2 : 1;
   const Strips strips(w, in);
   const int64_t columns = up(w.columns, integers(w) ? 128 : 32), count = up(in.rows, kTile) / kTile;
-  const int64_t unit = w.groups > 1 ? w.group : kRounded, step = unit * kSize < 64 ? unit * kSize : 64;
-  const int64_t groups = w.groups > 1 ? w.groups : 1, block = count > kTiles ? kMost : kFew;
+  const bool many = count > kTiles, grouped = w.groups > 1;
+  const bool once = Pairs && !grouped && columns;  // all columns are summed in the unit
+  const int64_t block = many ? kMost : kFew, pass = (many ? kManyBytes : kFewBytes) / kSize;
+  const int64_t stride = pass * kSize + 64;  // of written rows
+  const int64_t unit = grouped ? w.group : (Pairs ? pass : kRounded);
+  const int64_t step = unit * kSize < 64 ? unit * kSize : 64, groups = grouped ? w.groups : 1;
   const MatrixUnit on{int(step)};
   struct Use {};
-  uint8_t* memory = space<Use>(block * (kStride + 4 * groups + 4 * kTile * count));
-  float *scale = reinterpret_cast<float*>(memory + block * kStride), *total = scale + block * groups;
+  uint8_t* memory = space<Use>(block * (stride + 4 * groups + 4 * kTile * count));
+  float *scale = reinterpret_cast<float*>(memory + block * stride), *total = scale + block * groups;
   Panels panels(w);
   for (int64_t o = begin; o < end; o += block) {
     const int64_t rows = end - o < block ? end - o : block, tiles = (rows + kTile - 1) / kTile;
     for (int64_t i = 0; i < tiles * kTile; i++) panels.start(i, o + (i < rows ? i : rows - 1));
     for (int64_t i = 0; i < tiles * kTile * groups; i++) scale[i] = 1;
     if (w.groups) scales_of(w, o, rows, scale);
-    memset(total, 0, 4 * kTileFloats * tiles * count);
-    for (int64_t c = 0; c < columns; c += kRounded) {
-      const int64_t some = columns - c < kRounded ? columns - c : kRounded;
+    if (!once) memset(total, 0, 4 * kTileFloats * tiles * count);
+    for (int64_t c = 0; c < columns; c += pass) {
+      const int64_t some = columns - c < pass ? columns - c : pass;
       Panel panel[kMost / kTile];
       for (int64_t t = 0; t < tiles; t++) {
-        const bool in_place = (t + 1) * kTile <= rows && panels.in_place(c, some);
-        uint8_t* to = memory + t * kTile * kStride;
-        panel[t] = in_place ? Panel{w.data + (o + t * kTile) * w.stride + c * kSize, w.stride} : Panel{to, kStride};
-        for (int64_t i = 0; i < kTile && !in_place; i++) panels.fill(t * kTile + i, c, some, to + i * kStride);
+        const bool in_place = !many && (t + 1) * kTile <= rows && panels.in_place(c, some);
+        uint8_t* to = memory + t * kTile * stride;
+        panel[t] = in_place ? Panel{w.data + (o + t * kTile) * w.stride + c * kSize, w.stride} : Panel{to, stride};
+        for (int64_t i = 0; i < kTile && !in_place; i++) panels.fill(t * kTile + i, c, some, to + i * stride);
       }
       for (int64_t s = 0; s < count; s += kTiles) {
         const uint8_t* strip[kTiles];
         const float* steps[kTiles];
         for (int64_t j = 0; j < kTiles && s + j < count; j++) {
           strip[j] = x + (s + j) * strips.bytes() + kTile * c * kSize;
-          steps[j] = reinterpret_cast<const float*>(x + (s + j) * strips.bytes() + kTile * strips.row_bytes()) +
-                     kTile * (c / kRounded);
+          steps[j] = reinterpret_cast<const float*>(x + (s + j) * strips.bytes() + kTile * strips.row_bytes());
         }
         const auto multiply = [&](auto O, auto S, int64_t t) {
           for (int64_t u = 0; u < some; u += unit) {
+            const auto sums = [&](int i, int j) { return total + ((t + i) * count + s + j) * kTileFloats; };
+            each_sum<O, S>([&](auto T, int i, int j) {
+              if (once && c)
+                load_tile<T>(sums(i, j), 64);
+              else
+                clear_tile<T>();
+            });
             const int64_t stop = u + unit < some ? u + unit : some;
-            sum_unit<Pairs, O, S>(panel + t, strip, u * kSize, stop * kSize, step, !s && panel[t].stride == w.stride);
-            const auto add = [&](auto T, int64_t i, int64_t j) {
-              add_scaled<Pairs, T>(scale + (t + i) * kTile * groups + (groups > 1 ? (c + u) / unit : 0), groups,
-                                   steps[j], total + ((t + i) * count + s + j) * kTileFloats);
-            };
-            add(Int<0>(), 0, 0);
-            if constexpr (S > 1) add(Int<1>(), 0, 1);
-            if constexpr (O > 1) add(Int<2>(), 1, 0);
-            if constexpr (O > 1 && S > 1) add(Int<3>(), 1, 1);
+            add_columns<Pairs, O, S>(panel + t, strip, u * kSize, stop * kSize, step,
+                                     !s && panel[t].stride == w.stride);
+            each_sum<O, S>([&](auto T, int i, int j) {
+              if (once) return store_tile<T>(sums(i, j));
+              const float* of = scale + (t + i) * kTile * groups + (grouped ? (c + u) / unit : 0);
+              add_scaled<Pairs, T>(of, groups, steps[j] + kTile * ((c + u) / kRounded), sums(i, j));
+            });
           }
         };
         const bool both = s + 1 < count;
@@ -288,7 +306,7 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
         if (t < tiles) both ? multiply(Int<1>(), Int<2>(), t) : multiply(Int<1>(), Int<1>(), t);
       }
     }
-    put_totals(total, rows, in, w.rows, y + o);
+    put_totals(total, once && w.groups ? scale : nullptr, rows, in, w.rows, y + o);
   }
 }
 

@@ -2,7 +2,8 @@
 //   MatrixUnit(bytes)      configures the tiles for this thread during its lifetime; `bytes` per row of weights;
 //   clear_tile, load_tile, store_tile, add_tiles   by number, 0 to 7; add_tiles of bfloat16 pairs or of signed bytes;
 //   halves_of(p)           2 N signed bytes as bfloat16; nibbles_of(p, q), 2 N numbers of four bits each; both in
-//   order; SmallHalves            small integers as bfloat16.
+//   order; nibble_halves(n, p, zero)   32 numbers of 16 bytes as bfloat16, by a table n; nibble_order(v) puts inputs in
+//   their order.
 // A processor that has AMX has all of layers/avx512.h.
 #pragma once
 
@@ -63,28 +64,23 @@ JAXLLM_INLINE Bytes nibbles_of(const uint8_t* p, const uint8_t* q) {
   return Bytes(_mm512_and_si512(high, _mm512_set1_epi8(15)));
 }
 
-struct SmallHalves {  // -kBase to 31 - kBase, indexed by the number plus kBase
-  static constexpr int kBase = 15;
-  __m512i table;
+// One nibble of each of eight words to a quarter of the register: columns 0, 2, 4, ...; 16, 18, ...; 1, 3, ...; 17, 19,
+// ...
+template <bool Zero>
+JAXLLM_INLINE Halves nibble_halves(const Nibbles<Zero>& of, const uint8_t* p, int zero) {
+  const __m512i shift = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0x0008000800080008,
+                                          0x0008000800080008, 0x000c000c000c000c, 0x000c000c000c000c);
+  __m512i index = _mm512_srlv_epi16(_mm512_broadcast_i32x4(load<__m128i>(p)), shift);
+  if (Zero)
+    index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), _mm512_set1_epi16(int16_t(15 - zero)));
+  return Halves(_mm512_permutexvar_epi16(index, of.table));
+}
 
-  SmallHalves() {
-    alignas(64) uint16_t values[32];
-    for (int i = 0; i < 32; i++) {
-      const float value = float(i - kBase);
-      uint32_t bits;
-      memcpy(&bits, &value, 4);
-      values[i] = uint16_t(bits >> 16);
-    }
-    table = _mm512_load_si512(values);
-  }
-
-  JAXLLM_INLINE void values(Bytes index, Halves (&out)[2]) const {
-    const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(__m512i(index)));
-    const __m512i second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(__m512i(index), 1));
-    out[0] = Halves(_mm512_permutexvar_epi16(first, table));
-    out[1] = Halves(_mm512_permutexvar_epi16(second, table));
-  }
-};
+JAXLLM_INLINE Halves nibble_order(Halves v) {
+  alignas(64) uint16_t column[32];
+  for (int i = 0; i < 32; i++) column[i] = uint16_t(i % 8 * 2 + i / 8 % 2 * 16 + i / 16);
+  return Halves(_mm512_permutexvar_epi16(_mm512_load_si512(column), __m512i(v)));
+}
 
 }  // namespace
 }  // namespace jaxllm
