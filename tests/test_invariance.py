@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -63,6 +64,29 @@ def test_every_way_of_running_a_text_has_the_same_bits(
     for name, found in ways(model, params, ids):
         at = [i for i, row in found.items() if row.tobytes() != whole[i].tobytes()]
         assert not at, (name, at, max(np.abs(found[i] - whole[i]).max() for i in at))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("isa", list(native.INSTRUCTION_SETS))
+def test_one_kernel_for_any_rows_needs_no_invariant_mode(isa: str, tmp_path: Path) -> None:
+    """Where a set's own paths are one kernel, `has_invariant_rows` says so, and the bits agree."""
+    if isa not in native.available_isas():
+        pytest.skip(f"no {isa}")
+    save_random(tmp_path, "llama")
+    twin = load_twin(tmp_path, "bfloat16")
+    before = native.isa()
+    try:
+        native.isa(isa)
+        kinds = [native.kernel_path(native.Kind.BFLOAT16, "bfloat16")]
+        assert has_invariant_rows(twin.model, twin.params) == all(p.takes_any_rows for p in kinds)
+        if has_invariant_rows(twin.model, twin.params):
+            whole = np.asarray(jaxllm.forward(twin.model, twin.params, None, tokens(1, 61)).logits)
+            for name, found in ways(twin.model, twin.params, tokens(1, 61)):
+                for at, row in found.items():
+                    assert row.tobytes() == whole[0, at].tobytes(), (name, at)
+    finally:
+        native.isa(before)
+        jax.clear_caches()
 
 
 def ways(model: Any, params: Any, ids: np.ndarray) -> Any:

@@ -24,11 +24,13 @@ def make_invariant(model: Model) -> Model:
 def has_invariant_rows(model: Model, params: Params) -> bool:
     """Whether a text has the same bits alone, among others, and cut into any steps.
 
-    That needs `Precision.invariant`, the native kernels, one device, attention to all of the text
-    or a window of it, weights that the kernels read, and no exact GELU (GPT-NeoX).
+    That needs the native kernels, one device, attention to all of the text or a window of it,
+    weights that the kernels read, no exact GELU (GPT-NeoX), and `Precision.invariant` or an
+    instruction set whose one kernel multiplies any number of these rows anyway: those without a
+    matrix unit, for most formats.
     """
-    config = model.config
-    if not model.precision.invariant or not native.is_enabled() or model.is_sharded:
+    config, precision = model.config, model.precision
+    if not native.is_enabled() or model.is_sharded:
         return False
     if jax.default_backend() != "cpu" or any(rope.is_self_extended for rope in config.ropes):
         return False
@@ -36,16 +38,21 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
         return False
     if any(config.long_attention(i) is not None for i in range(config.num_hidden_layers)):
         return False
-    return all(_has_kernel(value) for _, value in flatten(params))
+    formats = [precision.activations, *(o.activations for _, o in precision.overrides)]
+    inputs = {"bfloat16" if f == "bfloat16" else "float32" for f in formats if f is not None}
+    if precision.int8_inputs:
+        inputs.add("int8")
+    with native.use_one_path(precision.invariant):
+        return all(_has_one_kernel(value, inputs) for _, value in flatten(params))
 
 
-def _has_kernel(value: Any) -> bool:
+def _has_one_kernel(value: Any, inputs: set[str]) -> bool:
     leaf = as_weight(value)
     if leaf.ndim < 2:
         return True
-    if leaf.ndim > 2:
-        return is_kernel_ready(leaf)
-    if leaf.is_composite:
+    if leaf.ndim == 2 and leaf.is_composite:
         parts = leaf.array_fields().values()
-        return all(_has_kernel(x) for x in parts if isinstance(x, WeightBase))
-    return leaf.native_matrix() is not None
+        return all(_has_one_kernel(x, inputs) for x in parts if isinstance(x, WeightBase))
+    if (matrix := leaf.native_matrix()) is None or (leaf.ndim > 2 and not is_kernel_ready(leaf)):
+        return False
+    return all(native.kernel_path(matrix.kind, kind).takes_any_rows for kind in inputs)

@@ -83,6 +83,11 @@ class KernelPath(NamedTuple):
     max_rows: int | None = 16
     fallback: str = "widened"
 
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether one kernel takes any number of rows."""
+        return self.max_rows is None or (self.max_rows == 0 and self.fallback == "many")
+
 
 def kernel_path(kind: Kind, inputs: str) -> KernelPath:
     """Return the path for a kind of weights on the current instruction set, from paths.json.
