@@ -55,7 +55,7 @@ from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
-from jaxllm.models.sites import WEIGHT_SITES
+from jaxllm.models.sites import WEIGHT_SITES, split_name
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
@@ -215,6 +215,12 @@ def _admit_request(
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
+    weights = [x for names in edits.sites for x in names if split_name(x)[1] in WEIGHT_SITES]
+    if weights:  # all rows would leave the attention kernel, whose bits do not depend on others
+        raise SamplingError(
+            f"a request of serve cannot edit {weights[0]}, which would change the bits of other"
+            " requests. Use generate"
+        )
     why = "a request of serve cannot read {}. Use forward"
     read = check_read(model, request.read, WEIGHT_SITES, why)
     steps: frozenset[int] | None = None
