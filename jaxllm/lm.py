@@ -40,17 +40,8 @@ from jaxllm.generation.completion import (
     to_finish_reason,
     top_logprobs,
 )
-from jaxllm.generation.embeddings import embeddings, last_logits, log_probs
-from jaxllm.generation.heads import (
-    INSTRUCTION,
-    RERANK_TEMPLATE,
-    Classification,
-    answer_ids,
-    encode_template,
-    softmax,
-    strip_padding,
-    to_scores,
-)
+from jaxllm.generation.embeddings import embeddings, log_probs
+from jaxllm.generation.heads import RERANK_TEMPLATE, Classification, classify, rerank
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
@@ -65,7 +56,6 @@ from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
 from jaxllm.generation.serve import PreparedRequest, answer_requests, prepare_request
 from jaxllm.models import FAMILIES
-from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype
@@ -407,20 +397,8 @@ class LM:
 
         Raises ConfigError for a checkpoint without such a head; else what `embed` raises.
         """
-        if (head := self.config.score) is None or not head.labels:
-            raise ConfigError(
-                f"{self.path} has no score head, which classify requires: load a checkpoint of a"
-                " ForSequenceClassification class"
-            )
         ids = self._encode_texts(texts, "classify")
-        logits_NL = last_logits(
-            self.model,
-            self.with_adapter(adapter).params,
-            [strip_padding(text, head.pad_token_id) for text in ids],
-            batch=batch,
-            show_progress=show_progress,
-        )
-        return Classification(head.labels, logits_NL, to_scores(head, logits_NL))
+        return classify(self, ids, adapter=adapter, batch=batch, show_progress=show_progress)
 
     def rerank(
         self,
@@ -450,45 +428,10 @@ class LM:
         Raises ConfigError for a method or a template that the model does not support; else what
         `embed` raises.
         """
-        listed = not isinstance(documents, str) and isinstance(documents, Iterable)
-        texts = [query, *documents] if listed else []
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise TokenError("rerank takes a query and a list of documents: texts, none empty")
-        if not isinstance(instruction, str | None):
-            raise ConfigError(f"instruction must be a text, got {instruction!r:.60}")
-        labels = 0 if self.config.score is None else len(self.config.score.labels)
-        method = method or ("score" if labels else "yes-no")
-        if method == "cosine":
-            return self._cosines(query, texts[1:], instruction, adapter=adapter, batch=batch)
-        if method not in ("yes-no", "score"):
-            raise ConfigError(f"method must be yes-no, score or cosine, got {method!r:.40}")
-        if method == "score" and labels != 1:
-            raise ConfigError(f"method score needs a score head of one label, there are {labels}")
-        if method == "yes-no":
-            check_predicts_tokens(self.config)
-        if (tokenizer := self.tokenizer) is None:
-            raise TokenError(f"{self.path} has no tokenizer, which rerank requires")
-        begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-        values = {"instruction": instruction or INSTRUCTION, "query": query}
-        ids = [
-            begin + encode_template(tokenizer, template, {**values, "document": document})
-            for document in texts[1:]
-        ]
-        if method == "score":
-            return self.classify(ids, adapter=adapter, batch=batch).scores[:, 0]
-        params, tokens = self.with_adapter(adapter).params, answer_ids(tokenizer, answers)
-        return softmax(last_logits(self.model, params, ids, tokens=tokens, batch=batch))[:, 1]
-
-    def _cosines(
-        self, query: str, documents: Sequence[str], instruction: str | None, **options: Any
-    ) -> np.ndarray:
-        prompts = getattr(self.embedding, "prompts", {})
-        names = [name if name in prompts else None for name in ("query", "document")]
-        asked = None if instruction is not None else names[0]
-        options["normalize"] = True
-        query_1D = self.embed([query], prompt_name=asked, instruction=instruction, **options)
-        cosine_N: np.ndarray = self.embed(documents, prompt_name=names[1], **options) @ query_1D[0]
-        return cosine_N
+        return rerank(
+            self, query, documents, method=method, instruction=instruction, template=template,
+            answers=answers, adapter=adapter, batch=batch,
+        )  # fmt: skip
 
     def _encode_texts(self, texts: Any, what: str, prompt: str = "") -> list[list[int]]:
         """Return the ids of texts, with a prompt in front and the tokenizer's token at the end."""

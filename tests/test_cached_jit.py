@@ -13,10 +13,11 @@ import pytest
 
 import jaxllm
 import jaxllm.convert.registry
-from jaxllm import models, steps
+from jaxllm import models
 from jaxllm.errors import CheckpointError
 from jaxllm.generation.loops import generate
 from jaxllm.generation.sampling.sampler import FunctionProcessor
+from jaxllm.models import compiled_steps
 from jaxllm.ops import compile_cache
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.weights import load
@@ -106,7 +107,7 @@ def test_prepared_programs_are_those_of_generation(
         return start(self, folder, key, args)
 
     monkeypatch.setattr(CachedJit, "_start", count)
-    programs = [generate._SAMPLE, generate._STEP, *steps._PREFILL]
+    programs = [generate._SAMPLE, generate._STEP, *compiled_steps.PREFILL]
     for program in programs:  # as in a new process
         monkeypatch.setattr(program, "_loaded", {})
     lm = jaxllm.load("demo:llama")

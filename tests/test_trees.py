@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 import jaxllm
-from jaxllm import steps
 from jaxllm.adapters import LoraConfig
 from jaxllm.cache.kv import count_bytes
 from jaxllm.cache.tree import ancestors, init_tree
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.inside import Add
-from jaxllm.models import FAMILIES
+from jaxllm.models import FAMILIES, compiled_steps
 from jaxllm.ops import native
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import quantize
@@ -229,10 +228,10 @@ def test_sizes_of_a_bucket_share_a_program() -> None:
     model, params = make_model(num_hidden_layers=1)
     cache = read_prompt(model, params)
     tree = init_tree(cache, 16)
-    before = steps._grow_tree._cache_size()
+    before = compiled_steps.grow_tree._cache_size()
     for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 1, 3, 4, 2], [-1, 0, 1, 2, 3, 4, 5, 6]):
         jaxllm.forward(model, params, cache, tokens(1, len(parents)), parents=[parents], tree=tree)
-    assert steps._grow_tree._cache_size() - before == 1
+    assert compiled_steps.grow_tree._cache_size() - before == 1
 
 
 @given(st.lists(st.integers(0, 99), max_size=40))

@@ -102,13 +102,13 @@ def _(plain: Callable[..., Any], primals: Any, tangents: Any) -> Any:
 
 
 def _write_leaves(cursor: jax.Array, tail: T, new: T, wait_for: tuple[jax.Array, ...]) -> T:
-    new = add_dependency(new, wait_for[0]) if wait_for else new
+    new = delay_entries(new, wait_for[0]) if wait_for else new
     written: T = jax.tree.map(lambda old, x: update_window(old, x, cursor), tail, new)
     return written
 
 
-def add_dependency(new: T, after_BTX: jax.Array) -> T:
-    """Make keys and values depend on `wait_for`.
+def delay_entries(new: T, after_BTX: jax.Array) -> T:
+    """Make keys and values depend on `after_BTX`, row by row, so that a mesh moves nothing.
 
     Without an order between reading a tail and writing to it, XLA first copies all of it.
     """

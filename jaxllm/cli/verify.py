@@ -62,11 +62,11 @@ def verify(
         chunks and caches, speculated and served. All bits must be equal (docs/guarantees.md).
     """
     check_writable("--plot", plot)
-    lm = loading.load(model)
     if invariance:
         load = partial(loading.load, model, show_progress=False, invariant=True)
-        _verify_invariance(lm, load, length, new_tokens, as_json)
+        _verify_invariance(load, loading.mesh is None, length, new_tokens, as_json)
         return
+    lm = loading.load(model)
     from jaxllm.evaluate.parity.report import to_json, to_png, to_text
     from jaxllm.evaluate.parity.tolerance import Tolerance
     from jaxllm.evaluate.verify import verify as compare
@@ -91,7 +91,7 @@ def verify(
 
 
 def _verify_invariance(
-    lm: Any, load: Callable[[], Any], length: int, new_tokens: int, as_json: bool
+    load: Callable[[], Any], workers: bool, length: int, new_tokens: int, as_json: bool
 ) -> None:
     from jaxllm.evaluate.invariance import Finding, check_invariance
 
@@ -100,7 +100,7 @@ def _verify_invariance(
         write(f"{finding.way:<30}{result}\n")
 
     report = check_invariance(
-        lm, length=length, new_tokens=new_tokens, load=load,
+        load(), length=length, new_tokens=new_tokens, load=load if workers else None,
         show=(lambda _: None) if as_json else show,
     )  # fmt: skip
     if as_json:

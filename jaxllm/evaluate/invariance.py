@@ -1,7 +1,8 @@
 """Whether a text has the same bits however it is run: `jaxllm verify --invariance`.
 
 Each way of running it is compared with the text alone in one pass: first the activations of every
-layer, then a sampled continuation with its log-probabilities.
+layer, then a sampled continuation with its log-probabilities. A model on a mesh is also compared
+with one device, but not as a tree and not in other processes.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.lm import LM
+from jaxllm.lm import LM, to_one_device
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.steps import forward
 
@@ -105,7 +106,9 @@ def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterat
     )
     yield _compare("a prefix shared by 3 rows", whole, _run_forked(lm, text_T))
     config = lm.config
-    if not any(map(config.long_attention, range(config.num_hidden_layers))):
+    if lm.model.is_sharded:
+        yield _compare("one device", whole, _run(to_one_device(lm), alone, row, 0, [T], None))
+    elif not any(map(config.long_attention, range(config.num_hidden_layers))):
         yield _compare("a path of a tree", whole, _run_tree(lm, text_T))
     jax.clear_caches()
     yield _compare("compiled anew", whole, _run(lm, alone, row, 0, [T], None))

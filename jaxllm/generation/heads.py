@@ -1,14 +1,20 @@
 """Labels, rewards and relevance of texts, by a score head or by a yes or no."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxllm.config.model import ScoreHead
-from jaxllm.errors import ConfigError
+from jaxllm.config.model import ModelConfig, ScoreHead
+from jaxllm.errors import ConfigError, JaxllmError, TokenError
+from jaxllm.generation.embeddings import last_logits
+from jaxllm.models.inputs import check_predicts_tokens
+from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params
 
 # The published form of Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176).
 RERANK_TEMPLATE = (
@@ -34,6 +40,112 @@ class Classification(NamedTuple):
     labels: tuple[str, ...]
     logits: np.ndarray
     scores: np.ndarray
+
+
+class RankingModel(Protocol):
+    """The part of `jaxllm.LM` that `classify` and `rerank` use."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def params(self) -> Params: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def embedding(self) -> EmbeddingSettings | JaxllmError: ...
+    def with_adapter(self, adapter: str | None) -> "RankingModel": ...
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        adapter: str | None = None,
+        **options: Any,
+    ) -> np.ndarray: ...
+
+
+def classify(
+    lm: RankingModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    adapter: str | None,
+    batch: int,
+    show_progress: bool | None = None,
+) -> Classification:
+    """Return the score head's outputs for texts of token ids; see `LM.classify`."""
+    if (head := lm.config.score) is None or not head.labels:
+        raise ConfigError(
+            f"{lm.path} has no score head, which classify requires: load a checkpoint of a"
+            " ForSequenceClassification class"
+        )
+    ids = [strip_padding(text, head.pad_token_id) for text in texts]
+    params = lm.with_adapter(adapter).params
+    logits_NL = last_logits(lm.model, params, ids, batch=batch, show_progress=show_progress)
+    return Classification(head.labels, logits_NL, to_scores(head, logits_NL))
+
+
+def rerank(
+    lm: RankingModel,
+    query: str,
+    documents: Sequence[str],
+    *,
+    method: str | None,
+    instruction: str | None,
+    template: str,
+    answers: Sequence[str],
+    adapter: str | None,
+    batch: int,
+) -> np.ndarray:
+    """Return the relevance of each document to a query, float32 `[N]`; see `LM.rerank`."""
+    listed = not isinstance(documents, str) and isinstance(documents, Iterable)
+    texts = [query, *documents] if listed else []
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise TokenError("rerank takes a query and a list of documents: texts, none empty")
+    if not isinstance(instruction, str | None):
+        raise ConfigError(f"instruction must be a text, got {instruction!r:.60}")
+    labels = 0 if lm.config.score is None else len(lm.config.score.labels)
+    method = method or ("score" if labels else "yes-no")
+    if method == "cosine":
+        return _cosines(lm, query, texts[1:], instruction, adapter=adapter, batch=batch)
+    if method not in ("yes-no", "score"):
+        raise ConfigError(f"method must be yes-no, score or cosine, got {method!r:.40}")
+    if method == "score" and labels != 1:
+        raise ConfigError(f"method score needs a score head of one label, there are {labels}")
+    if method == "yes-no":
+        check_predicts_tokens(lm.config)
+    if (tokenizer := lm.tokenizer) is None:
+        raise TokenError(f"{lm.path} has no tokenizer, which rerank requires")
+    begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    values = {"instruction": instruction or INSTRUCTION, "query": query}
+    ids = [
+        begin + encode_template(tokenizer, template, {**values, "document": document})
+        for document in texts[1:]
+    ]
+    if method == "score":
+        return classify(lm, ids, adapter=adapter, batch=batch).scores[:, 0]
+    params, tokens = lm.with_adapter(adapter).params, answer_ids(tokenizer, answers)
+    return softmax(last_logits(lm.model, params, ids, tokens=tokens, batch=batch))[:, 1]
+
+
+def _cosines(
+    lm: RankingModel,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    **options: Any,
+) -> np.ndarray:
+    prompts = getattr(lm.embedding, "prompts", {})
+    names = [name if name in prompts else None for name in ("query", "document")]
+    asked = None if instruction is not None else names[0]
+    options["normalize"] = True
+    query_1D = lm.embed([query], prompt_name=asked, instruction=instruction, **options)
+    cosine_N: np.ndarray = lm.embed(documents, prompt_name=names[1], **options) @ query_1D[0]
+    return cosine_N
 
 
 def describe(found: Classification) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.sites import SITES, split_name
+from jaxllm.ops import native
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.call import CallSharding
 from jaxllm.sharding.context_parallel import sequence_parallel
@@ -146,7 +147,8 @@ class ShardedModel(ModelSharding, Model):
 
     def run_tick(self, params: Params, *inputs: Any) -> tuple[jax.Array, jax.Array, Segment]:
         """Run each stage's layers on its group (see `pipeline.decode.run_tick`)."""
-        return decode.run_tick(self, local_module(self), params, *inputs)
+        with native.use_one_path(self.precision.invariant):
+            return decode.run_tick(self, local_module(self), params, *inputs)
 
 
 def make_sharded_model(

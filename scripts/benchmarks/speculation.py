@@ -6,8 +6,10 @@ Drafts: the model itself in int4, pruned (2:4 by magnitude), and lookup in the t
 beginnings of stories. The first Markdown table has the accepted share of the proposed tokens, of
 both rules of `speculative_generate`, and in brackets the tokens per pass of the model. The second
 has what `LM.serve` generates per second of processor time, with and without a draft: stories, and
-records whose form a regular expression prescribes. One decision: rounds of all drafts alternate in
-one process, after one of each that compiles, and medians are reported.
+records whose form a regular expression prescribes. With `--text FILE`, the only table has what
+`LM.generate` generates per second of processor time after pieces of that text, alone and by lookup,
+by rule. One decision: rounds of all drafts alternate in one process, after one of each that
+compiles, and medians are reported.
 """
 
 import argparse
@@ -63,6 +65,43 @@ def measure_acceptance(
     return found
 
 
+def cut_prompts(lm: Any, text: str, count: int, size: int) -> list[list[int]]:
+    """Return `count` pieces of a text, of `size` tokens, at equal distances."""
+    step = len(text) // count
+    return [lm.encode(text[at : at + 8 * size])[:size] for at in range(0, step * count, step)]
+
+
+def write_rules(
+    lm: Any, prompts: list[list[int]], new_tokens: int, width: int, rounds: int
+) -> None:
+    """Write the table of `--text`: one prompt after the other."""
+    rules: dict[str, Any] = {"none": {}} | {
+        rule: {"prompt_lookup_num_tokens": width, "acceptance": rule} for rule in RULES
+    }
+    print("| sampling | rule | tokens per processor second | accepted | per pass |")
+    print("|---|---|---:|---:|---:|")
+    for sampling in ({"do_sample": False}, *SAMPLING):
+        speeds: dict[str, list[float]] = {name: [] for name in rules}
+        notes = {}
+        for number, (name, rule) in itertools.product(range(rounds + 1), rules.items()):
+            start = time.process_time()
+            found = [
+                lm.generate(prompt, max_new_tokens=new_tokens, seed=i, **sampling, **rule)
+                for i, prompt in enumerate(prompts)
+            ]
+            tokens = sum(len(one.tokens) for one in found)
+            speeds[name] += [tokens / (time.process_time() - start)] * (number > 0)
+            accepted = sum(one.draft_stats.accepted for one in found) if rule else 0
+            proposed = sum(one.draft_stats.proposed for one in found) if rule else 0
+            notes[name] = f"{accepted / max(proposed, 1):.3f} | {tokens / (tokens - accepted):.2f}"
+        label = ", ".join(f"{k} {v:g}" for k, v in sampling.items()).replace(
+            "do_sample 0", "greedy"
+        )
+        for name, each in speeds.items():
+            note = notes[name] if name != "none" else " | "
+            print(f"| {label} | {name} | {statistics.median(each):.0f} | {note} |", flush=True)
+
+
 def serve_once(
     lm: Any, draft: Any, prompts: list[list[int]], rows: int, new_tokens: int, width: int, text: str
 ) -> tuple[float, list[Any]]:
@@ -86,8 +125,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--text", type=Path, help="file to cut prompts from, for lookup alone")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of such a prompt")
+    parser.add_argument("--dtype", default=None)
     options = parser.parse_args(arguments)
-    lm = jaxllm.load(options.model, invariant=True)
+    lm = jaxllm.load(options.model, dtype=options.dtype, invariant=True)
+    if options.text:
+        text = options.text.read_text(encoding="utf-8")
+        prompts = cut_prompts(lm, text, options.rows, options.prompt)
+        write_rules(lm, prompts, options.new_tokens, options.width, options.rounds)
+        return
     drafts = {
         "int4": jaxllm.load(options.model, quantize="int4"),
         "2:4": prune_to_format(jaxllm.load(options.model), "bfloat16-2:4"),

@@ -6,9 +6,9 @@
 Each request draws a prompt, a length, a seed and options: samplers, penalties, stop strings,
 grammars. `LM.generate` alone gives the text that all other ways must repeat: streamed, speculated
 with the prompt's n-grams and with a draft model, served at random times among others of which some
-are cancelled, through a prefix cache, and served with drafts. One draft model is sound, one has
-random weights, and one has died: its weights are NaN. One decision: everything random follows from
---seed, so that a run is reproducible.
+are cancelled, through a prefix cache, and served with drafts. A cancelled request must have the
+first tokens of its text. One draft model is sound, one has random weights, and one has died: its
+weights are NaN. One decision: everything random follows from --seed, so that a run is reproducible.
 
 The exit status is 1 if an answer differs.
 """
@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -55,7 +55,7 @@ OPTIONS: tuple[Callable[[np.random.Generator], dict[str, Any]], ...] = (
     lambda rng: {"temperature": 0.9, "json_schema": SCHEMA},
 )  # by kind; numbers differ from request to request
 Request = dict[str, Any]
-Answers = list[Completion | JaxllmError]
+Answers = Iterable[tuple[int, Completion | JaxllmError]]  # with the request's number
 
 
 def draw_request(lm: jaxllm.LM, rng: np.random.Generator) -> Request:
@@ -73,19 +73,19 @@ def draw_request(lm: jaxllm.LM, rng: np.random.Generator) -> Request:
 
 def run_alone(lm: jaxllm.LM, requests: Sequence[Request], **options: Any) -> Answers:
     """Run requests one after the other by `LM.generate`."""
-    return [lm.generate(**request, **options) for request in requests]
+    return enumerate([lm.generate(**request, **options) for request in requests])
 
 
 def run_stream(lm: jaxllm.LM, requests: Sequence[Request]) -> Answers:
     """Run requests one after the other by `LM.stream`."""
-    found: Answers = []
+    found = []
     for request in requests:
         chunks = list(lm.stream(**request))
         text, ids = "".join(chunk.text for chunk in chunks), [chunk.token for chunk in chunks]
         finish = chunks[-1].finish_reason or ""
         scores = [chunk.logprob for chunk in chunks]
         found.append(Completion(text, ids, scores, finish, len(request["prompt"])))
-    return found
+    return enumerate(found)
 
 
 def run_served(
@@ -99,14 +99,18 @@ def run_served(
             while rng.random() < 0.3:
                 yield None
             if rng.random() < 0.2:
-                calls = iter(range(int(rng.integers(0, 9))))
-                leaves = {"is_cancelled": lambda calls=calls: next(calls, None) is None}
-                yield {**requests[rng.integers(len(requests))], "id": -1, **leaves}
+                leaving = int(rng.integers(len(requests)))
+                leave = cancel_after(int(rng.integers(0, 9)))
+                yield {**requests[leaving], "id": leaving, "is_cancelled": leave}
             yield {**requests[number], "id": number}
 
-    answers = lm.serve(yield_arrivals(), rows=ROWS, capacity=96, **options)
-    found = {number: answer for number, answer in answers if number >= 0}
-    return [found[number] for number in range(len(requests))]
+    return lm.serve(yield_arrivals(), rows=ROWS, capacity=96, **options)
+
+
+def cancel_after(calls: int) -> Callable[[], bool]:
+    """Return an `is_cancelled` that returns True after `calls` calls."""
+    remaining = iter(range(calls))
+    return lambda: next(remaining, None) is None
 
 
 def make_ways(
@@ -142,10 +146,13 @@ def make_ways(
 def compare(wanted: Any, found: Any) -> bool:
     """Return whether two answers have the same tokens, text and bits of log-probabilities.
 
-    Speculative decoding reports no log-probabilities.
+    Speculative decoding reports no log-probabilities. A cancelled answer may end early.
     """
     if isinstance(wanted, JaxllmError) or isinstance(found, JaxllmError):
         return str(wanted) == str(found)
+    if found.finish_reason == "cancelled":
+        size = len(found.tokens)
+        return (found.tokens, found.logprobs) == (wanted.tokens[:size], wanted.logprobs[:size])
     scores = not found.logprobs or wanted.logprobs == found.logprobs
     return scores and (wanted.tokens, wanted.text) == (found.tokens, found.text)
 
@@ -167,7 +174,7 @@ def same_bits(
         raise ConfigError("this model, or this installation, makes no promise of equal bits")
     rng = np.random.default_rng(seed)
     ways, begin, count = make_ways(lm, rng), time.monotonic(), 0
-    differing: Counter[str] = Counter()
+    finished, cancelled, differing = Counter[str](), Counter[str](), Counter[str]()
     tokens = 0
 
     def more() -> bool:
@@ -179,22 +186,33 @@ def same_bits(
         while more():
             size = ROUND if minutes is not None else min(ROUND, requests - count)
             drawn = [draw_request(lm, rng) for _ in range(size)]
-            answers = {name: run(drawn) for name, run in ways.items()}
+            answers = {name: list(run(drawn)) for name, run in ways.items()}
+            alone = [answer for _, answer in answers["alone"]]
             count += size
-            tokens += sum(len(getattr(one, "tokens", ())) for one in answers["alone"])
+            tokens += sum(len(getattr(one, "tokens", ())) for one in alone)
             for name, found in answers.items():
-                for request, one, other in zip(drawn, answers["alone"], found, strict=True):
-                    if not compare(one, other):
+                missing = set(range(size))
+                for number, answer in found:
+                    if getattr(answer, "finish_reason", "") == "cancelled":
+                        cancelled[name] += 1
+                    else:
+                        finished[name] += 1
+                        missing.discard(number)
+                    if not compare(alone[number], answer):
                         differing[name] += 1
-                        write(f"{name}: {request}\n  {one}\n  {other}\n")
+                        write(f"{name}: {drawn[number]}\n  {alone[number]}\n  {answer}\n")
+                for number in missing:
+                    differing[name] += 1
+                    write(f"{name}: no answer to {drawn[number]}\n")
             for _ in range(size):
                 advance()
             if count % (ROUND * ROUNDS_PER_TRIM) == 0:
                 jax.clear_caches()
     seconds = time.monotonic() - begin
     write(f"{count:,} requests, {tokens:,} tokens, {seconds:,.0f} s\n\n")
-    write("| way | answers that differ |\n|---|---:|\n")
-    write("".join(f"| {name} | {differing[name]} |\n" for name in ways))
+    write("| way | finished | cancelled | differ |\n|---|---:|---:|---:|\n")
+    for name in ways:
+        write(f"| {name} | {finished[name]:,} | {cancelled[name]:,} | {differing[name]} |\n")
     if differing:
         raise typer.Exit(1)
 

@@ -25,6 +25,7 @@ import numpy as np
 import jaxllm
 from jaxllm.errors import JaxllmError
 from jaxllm.runtime.progress import steps_bar
+from scripts.tools.same_bits import cancel_after
 
 MAX_PROMPT, MAX_NEW = 24, 16  # tokens
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -109,12 +110,6 @@ def draw_request(lm: jaxllm.LM, rng: np.random.Generator) -> dict[str, Any]:
     options = OPTIONS[rng.integers(len(OPTIONS))]
     new, seed = int(rng.integers(1, MAX_NEW + 1)), int(rng.integers(1 << 32))
     return {"prompt": prompt, "max_new_tokens": new, "seed": seed, **options}
-
-
-def cancel_after(calls: int) -> Any:
-    """Return an `is_cancelled` that returns True after `calls` calls."""
-    remaining = iter(range(calls))
-    return lambda: next(remaining, None) is None
 
 
 def serve(

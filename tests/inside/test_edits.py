@@ -448,12 +448,19 @@ def test_served_strengths_share_programs(lm: Any, compiled: list[str]) -> None:
     assert len(compiled) == count
 
 
-def test_served_functions_are_refused(lm: Any) -> None:
-    request = jaxllm.Request(
-        id=0, prompt=[1, 2], max_new_tokens=2, edits={"blocks.0.resid_post": jnp.tanh}
-    )
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"blocks.0.resid_post": jnp.tanh}, "cannot be functions"),
+        ({"blocks.*.attn.scores": Scale(2.0)}, "cannot edit blocks.0.attn.scores"),
+        ({"embed": Scale(2.0), "blocks.1.attn.pattern": Scale(2.0)}, "cannot edit blocks.1.attn.p"),
+    ],
+)
+def test_served_edits_without_promise_are_refused(lm: Any, edits: Any, message: str) -> None:
+    """Edited attention weights would take all rows out of the kernel, and change their bits."""
+    request = jaxllm.Request(id=0, prompt=[1, 2], max_new_tokens=2, edits=edits)
     (event,) = jaxllm.serve(*lm, [request], rows=2, capacity=8)
-    assert "cannot be functions" in str(event.error)
+    assert message in str(event.error)
 
 
 READS: list[dict[str, Any]] = [

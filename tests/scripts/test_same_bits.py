@@ -19,14 +19,15 @@ def test_all_ways_agree_and_a_difference_is_found(
     monkeypatch.setattr(same_bits, "OPTIONS", same_bits.OPTIONS[2:3])
     same_bits.same_bits(requests=4, seed=1)
     out = capsys.readouterr().out
-    assert "4 requests" in out and out.count("| 0 |") == 7
+    assert "4 requests" in out and out.count("| 0 |\n") == 7
     streamed = same_bits.run_stream
 
     def run_stream(lm: Any, requests: Any) -> Any:
-        first, *others = streamed(lm, requests)
-        return [dataclasses.replace(first, logprobs=[x + 1e-7 for x in first.logprobs]), *others]
+        (number, first), *others = streamed(lm, requests)
+        scores = [x + 1e-7 for x in first.logprobs]
+        return [(number, dataclasses.replace(first, logprobs=scores)), *others]
 
     monkeypatch.setattr(same_bits, "run_stream", run_stream)
     with pytest.raises(typer.Exit):
         same_bits.same_bits(requests=2, seed=1)
-    assert "| streamed | 1 |" in capsys.readouterr().out
+    assert "| streamed | 2 | 0 | 1 |" in capsys.readouterr().out

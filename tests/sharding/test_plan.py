@@ -11,6 +11,7 @@ import pytest
 from jaxllm.cache.kv import init_cache
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
+from jaxllm.models.compiled_steps import _decode_step, _prefill
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import native
 from jaxllm.plan.collective import Collective, Step, rows_per_device
@@ -22,7 +23,6 @@ from jaxllm.plan.search import propose_meshes
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.shard_params import bytes_per_device
-from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
 from tests.sharding.test_pipeline import of_layers
 from tests.sharding.tiny_models import FAMILIES, WIDE, make_model, shard_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import models, steps
+from jaxllm import models
 from jaxllm.adapters import LoraConfig, write_adapter
 from jaxllm.cache import (
     branch,
@@ -27,6 +27,7 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import ScoreHead
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.generation.embeddings import last_logits
+from jaxllm.models import compiled_steps
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import compile_cache, native
 from jaxllm.sharding.collective_stats import count_collectives
@@ -126,7 +127,7 @@ def test_decode_step_sums_twice_per_layer(family: str, precision: Precision, mes
     over, shares = shard_model(model, params, mesh)
     cache = jaxllm.init_cache(over, 2, 64)
     B = 2 // over.axes.data
-    step = jax.jit(steps._decode_step, static_argnums=(2, 7, 8))
+    step = jax.jit(compiled_steps._decode_step, static_argnums=(2, 7, 8))
     two = np.zeros((2, 1), np.int32)
     given = (cache, (), over, shares, two, two, NO_EDITS, False, ())
     text = step.lower(*given).compile().as_text()

@@ -17,6 +17,7 @@ from jaxllm.cache.slot_update import NO_SLOT
 from jaxllm.errors import ConfigError
 from jaxllm.generation.batching.batched_sampling import Samplers, draw_by_kind
 from jaxllm.generation.batching.slots import (
+    ALONE,
     Microbatch,
     TokenRun,
     pack_microbatch,
@@ -101,12 +102,11 @@ def catch_up(
     token_BL: jax.Array,
     lengths: Mapping[int, tuple[int, int]],
     chunk: int,
-    alone: int,
 ) -> tuple[Draft, dict[int, int]]:
     """Run up to `chunk` tokens of rows' texts that the draft model lacks.
 
     lengths: by row, how many first tokens of its text the model has run, and how many it needs.
-    alone: as for `split_microbatches`. Returns the draft, and how many it has run then.
+    Returns the draft, and how many it has run then.
     """
     if not isinstance(draft.source, Model):
         return draft, {row: needed for row, (_, needed) in lengths.items()}
@@ -124,7 +124,7 @@ def catch_up(
     end_B = np.full(cache.batch, cache.capacity, np.int32)
     end_B[[run.rows[0] for run in runs]] = [run.position_T[0] for run in runs]
     cache = cache.replace(tail=_cut_rows(cache.tail, None, end_B))
-    for group in split_microbatches(runs, sum(run.index_T.size for run in runs), alone=alone):
+    for group in split_microbatches(runs, sum(run.index_T.size for run in runs), alone=ALONE):
         places, _ = pack_microbatch(group, cache.batch, few_rows=True)
         _, cache, _ = run_microbatch(draft.source, draft.params, cache, places, donate=True)
     return draft._replace(cache=cache), ran

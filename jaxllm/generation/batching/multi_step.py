@@ -5,23 +5,100 @@ Each column's token is drawn as without a draft, and the row goes on with the ne
 draft was right. Only tokens of the text enter the cache: a draft changes nothing but the speed.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.cache.kv import EMPTY, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
-from jaxllm.generation.batching.drafting import propose_tokens
-from jaxllm.generation.batching.slots import Microbatch, run_tokens
-from jaxllm.generation.loops.finish import NO_TOKEN, mask_draft, put_rows, take_rows
+from jaxllm.generation.batching.drafting import catch_up, propose_tokens
+from jaxllm.generation.batching.seats import (
+    ServeState,
+    StepSamples,
+    kind_mask,
+    read_sampled,
+    top_width,
+)
+from jaxllm.generation.batching.slots import Microbatch, bucket_rows, row_adapters, run_tokens
+from jaxllm.generation.loops.finish import NO_TOKEN, mask_draft, pad_eos_ids, put_rows, take_rows
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, last_tokens
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.models.sites import NO_EDITS, Edits
+from jaxllm.runtime.multihost import to_host
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+
+
+def plan_rounds(state: ServeState, burst: int, chunk: int) -> tuple[ServeState, int]:
+    """Return how many rounds to run in one call; 0 for a step, if a row has a prompt to run or
+    reads.
+
+    A draft model first runs up to `chunk` tokens of the texts that it lacks.
+    """
+    seats, draft = state.active, state.draft
+    watched = any(seat.request.until is not None for seat in seats.values())
+    if not all(seat.can_burst for seat in seats.values()) or (watched and not draft.width):
+        return state, 0
+    lengths = {row: (seat.num_drafted, seat.num_run - 1) for row, seat in seats.items()}
+    draft, ran = catch_up(draft, state.context.token_BL, lengths, chunk)
+    seats = {row: dataclasses.replace(seat, num_drafted=ran[row]) for row, seat in seats.items()}
+    lags = any(ran[row] < needed for row, (_, needed) in lengths.items())
+    return state._replace(draft=draft, active=seats), 0 if lags else 1 if watched else burst
+
+
+def run_burst(
+    model: Model, params: Params, state: ServeState, burst: int, rounds: int, few_rows: bool
+) -> tuple[ServeState, list[StepSamples]]:
+    """Run several steps in one call, if all rows decode; stop when a row ends."""
+    rows, seats, draft = state.cache.batch, state.active, state.draft
+    R = min(bucket_rows(len(seats)), rows) if few_rows else rows
+    row_R = None
+    if rows > R:
+        row_R = np.full(R, rows, np.int32)
+        row_R[: len(seats)] = list(seats)
+    at = {row: row if row_R is None else r for r, row in enumerate(seats)}
+    widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
+    limit_R = np.zeros(R, np.int32)
+    eos_RE = np.full((R, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
+    for row, seat in seats.items():
+        ids = pad_eos_ids(seat.request.eos_token_ids)
+        limit_R[at[row]] = seat.prompt_T.size + seat.request.max_new_tokens
+        eos_RE[at[row], : ids.size] = ids
+    done, results, tails, context, samplers = decode_burst(
+        (state.cache.tail, draft.tail),
+        state.context,
+        tuple(state.samplers.values()),
+        (model, draft.source),
+        (params, draft.params),
+        state.cache.frozen,
+        row_R,
+        kind_mask(state, at, R),
+        limit_R,
+        eos_RE,
+        burst,
+        draft.width,
+        np.int32(rounds),
+        row_adapters({at[row]: seat.request.adapter for row, seat in seats.items()}, R),
+        top_width(model, seats),
+        state.edits,
+    )
+    count, arrays = to_host((done, results))
+    steps = [
+        {row: read_sampled(arrays, (i, j, r)) for row, r in at.items() if arrays.valid_B[i, j, r]}
+        for i in range(count)
+        for j in range(draft.width + 1)
+    ]
+    return state._replace(
+        cache=state.cache.replace(tail=tails[0]),
+        context=context,
+        samplers=dict(zip(state.samplers, samplers, strict=True)),
+        draft=draft.with_tail(tails[1]),
+    ), steps
 
 
 @partial(jax.jit, static_argnums=(3, 10, 11, 14), donate_argnums=(0, 1, 2))

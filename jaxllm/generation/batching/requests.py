@@ -33,8 +33,9 @@ class Request:
         top_logprobs: Number of likeliest tokens to report per step, at most `MAX_TOP_LOGPROBS`.
         namespace: Requests of different namespaces share no entries of a prefix cache. For a
             service, derive it from the caller's key: shared entries show in response times.
-        edits: As for `prefill`, of the prompt and the new tokens. Functions are refused. Requests
-            with the same sites and kinds of edits share a program.
+        edits: As for `prefill`, of the prompt and the new tokens. Functions, and edits of
+            attention's scores and weights, are refused. Requests with the same sites and kinds of
+            edits share a program.
         read: Sites to read, as for `forward`, except attention's scores and weights. While a
             request reads, all rows decode step by step.
         read_steps: The steps to read. Step i runs the i-th new token, from 0, and step -1 the

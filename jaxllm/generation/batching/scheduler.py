@@ -7,51 +7,55 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
+from jaxllm.cache.kv import MAX_SLOTS, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError
 from jaxllm.generation.batching.batched_sampling import (
-    Drawn,
     draw,
     empty_context,
     fill_row,
     fit_sampler,
     stack_sampler,
 )
-from jaxllm.generation.batching.drafting import NO_DRAFT, Draft, DraftSource, catch_up, open_draft
-from jaxllm.generation.batching.multi_step import decode_burst
-from jaxllm.generation.batching.prefix_store import Prefix, PrefixStore, open_store, read_prefix
+from jaxllm.generation.batching.drafting import DraftSource, open_draft
+from jaxllm.generation.batching.multi_step import plan_rounds, run_burst
+from jaxllm.generation.batching.prefix_store import PrefixStore, open_store, read_prefix
 from jaxllm.generation.batching.requests import (
-    MAX_TOP_LOGPROBS,
     Event,
     RejectedRequest,
     Request,
     StepStats,
     check_request,
 )
+from jaxllm.generation.batching.seats import (
+    ActiveRequest,
+    ServeState,
+    StepSamples,
+    finish_reason,
+    kind_mask,
+    read_sampled,
+    top_width,
+)
 from jaxllm.generation.batching.slots import (
+    ALONE,
     TokenRun,
-    bucket_rows,
     pack_microbatch,
-    row_adapters,
     run_microbatch,
     split_chunks,
     split_microbatches,
 )
-from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
-from jaxllm.generation.loops.speculative import NO_DRAFTS, DraftStats
-from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
+from jaxllm.generation.loops.finish import NO_TOKEN, Finish
+from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
-from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits
+from jaxllm.models.sites import WEIGHT_SITES, split_name
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
@@ -59,117 +63,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
-_TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
-_ALONE = 32  # longer runs fill the processor alone, and need no programs for several rows
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
-
-
-class _Sampled(NamedTuple):
-    """A row's next token; invalid if its logits were not finite.
-
-    top: the likeliest tokens. draft_stats: what its column adds to them; None outside of bursts.
-    sites: what was read, of one row.
-    """
-
-    token: int
-    logprob: float
-    finite: bool
-    top: list[tuple[int, float]]
-    draft_stats: DraftStats | None = None
-    sites: Mapping[str, np.ndarray] = MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True)
-class _ActiveRequest:
-    """A request that occupies a row.
-
-    prefix: what had run before. num_run: tokens that have run. edits: checked, for one row. read,
-    read_steps: likewise. num_drafted: tokens that have run in the draft model, and belong to the
-    text. tokens: the new ones, a list that later states of the request share.
-    """
-
-    request: Request
-    prompt_T: np.ndarray
-    kind: Hashable
-    prefix: Prefix
-    num_run: int = 0
-    edits: Edits = NO_EDITS
-    read: tuple[str, ...] = ()
-    read_steps: frozenset[int] | None = None
-    num_drafted: int = 0
-    draft_stats: DraftStats = NO_DRAFTS
-    tokens: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_generated(self) -> int:
-        """Number of new tokens."""
-        return len(self.tokens)
-
-    @property
-    def text_T(self) -> np.ndarray:
-        """The prompt and the new tokens that have run: all but the last."""
-        return np.concatenate([self.prompt_T, np.array(self.tokens[:-1], np.int32)])
-
-    @property
-    def can_burst(self) -> bool:
-        """Whether its next steps may run in one call: it has no prompt left and reads nothing."""
-        steps, step = self.read_steps, self.num_generated - 1
-        done_reading = not self.read or (steps is not None and max(steps, default=-1) < step)
-        return self.num_generated > 0 and done_reading
-
-    def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
-        """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
-
-        multiple: of the prompt's first tokens that have run, unless all of them have.
-        """
-        stop = min(self.num_run + room, self.prompt_T.size)
-        if stop < self.prompt_T.size:
-            stop -= stop % multiple
-        if self.num_run < self.prompt_T.size:
-            token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
-        else:
-            token_T, length = np.array([self.tokens[-1]]), self.num_run + 1
-        position_T = np.arange(self.num_run, self.num_run + token_T.size)
-        output_T = position_T == length - 1
-        at, adapter = position_T, self.request.adapter
-        step, chosen = self.num_generated - 1, self.read_steps
-        read = self.read if (step >= 0 if chosen is None else step in chosen) else ()
-        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter, read)
-
-    def make_event(
-        self, finish: Finish | None, step: StepStats, drawn: _Sampled | None = None
-    ) -> Event:
-        """Return an event of the request, without a token if none was drawn."""
-        token, logprob, top = (drawn.token, drawn.logprob, drawn.top) if drawn else (None, None, [])
-        count = self.request.top_logprobs
-        return Event(
-            self.request.id,
-            token,
-            logprob,
-            finish,
-            None,
-            step,
-            top_logprobs=top[:count] if count and drawn else None,
-            cached_tokens=self.prefix.num_run,
-            sites=drawn.sites if drawn else {},
-            draft_stats=self.draft_stats,
-        )
-
-
-_StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
-
-
-class _ServeState(NamedTuple):
-    """State of the serving loop. Samplers of one kind are stacked along a row axis, and so are
-    edits.
-    """
-
-    cache: KVCache
-    context: Context
-    samplers: dict[Hashable, Sampler]
-    active: dict[int, _ActiveRequest]
-    edits: Edits = NO_EDITS
-    draft: Draft = NO_DRAFT
 
 
 def serve(
@@ -233,7 +127,7 @@ def serve(
     store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, few_rows)
     chunk = max(chunk, store.multiple)
     its = open_draft(draft, draft_tokens, model, params, cache)
-    now = _ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
+    now = ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
     source, more = iter(requests), True
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or now.active:
@@ -264,15 +158,15 @@ def serve(
                 yield seat.make_event(Finish.CANCELLED, step)
         if not now.active:
             continue
-        now, rounds = _plan_rounds(now, burst, chunk)
+        now, rounds = plan_rounds(now, burst, chunk)
         if rounds:
-            now, steps = _run_burst(model, params, now, burst, rounds, few_rows)
+            now, steps = run_burst(model, params, now, burst, rounds, few_rows)
         else:
             runs = _token_runs(now.active, chunk, store.multiple)
             if store.multiple > 1:
                 groups = split_chunks(runs, store.multiple)
             else:
-                alone = _ALONE if few_rows else MAX_SLOTS
+                alone = ALONE if few_rows else MAX_SLOTS
                 groups = split_microbatches(runs, rows + chunk, alone=alone)
             now, steps = _run_step(model, params, now, groups, few_rows)
             for run in runs:
@@ -313,14 +207,20 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: Model, state: _ServeState, request: Request, capacity: int, store: PrefixStore
-) -> _ServeState:
+    model: Model, state: ServeState, request: Request, capacity: int, store: PrefixStore
+) -> ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
     prompt_T = check_request(model, request, capacity)
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
+    weights = [x for names in edits.sites for x in names if split_name(x)[1] in WEIGHT_SITES]
+    if weights:  # all rows would leave the attention kernel, whose bits do not depend on others
+        raise SamplingError(
+            f"a request of serve cannot edit {weights[0]}, which would change the bits of other"
+            " requests. Use generate"
+        )
     why = "a request of serve cannot read {}. Use forward"
     read = check_read(model, request.read, WEIGHT_SITES, why)
     steps: frozenset[int] | None = None
@@ -343,7 +243,7 @@ def _admit_request(
     )
     cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
     prefix = store.find(request, prompt_T, edits)
-    seat = _ActiveRequest(
+    seat = ActiveRequest(
         request, prompt_T, kind, prefix, prefix.num_run, edits=edits, read=read, read_steps=steps
     )
     active = {**state.active, row: seat}
@@ -360,131 +260,35 @@ def _admit_request(
 def _run_step(
     model: Model,
     params: Params,
-    state: _ServeState,
+    state: ServeState,
     groups: Iterable[list[TokenRun]],
     few_rows: bool,
-) -> tuple[_ServeState, list[_StepSamples]]:
+) -> tuple[ServeState, list[StepSamples]]:
     """Run groups of token runs; draw a token for each row that has run its last token."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
+    samplers, results, top = tuple(state.samplers.values()), [], top_width(model, seats)
     for group in groups:
         places, at = pack_microbatch(group, rows, few_rows=few_rows)
         places = places.replace(edits=state.edits)
         out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
-            kind_KR = _kind_mask(state, ended, out.shape[0])
+            kind_KR = kind_mask(state, ended, out.shape[0])
             result, context, samplers = draw(context, samplers, kind_KR, out, places.row_R, top)
             results.append((ended, result, sites))
-    drawn: _StepSamples = {}
+    drawn: StepSamples = {}
     for ended, *found in results:  # read only after everything has been dispatched
         arrays, sites = to_host(found)
         for row, r in ended.items():
             read = {name: x[[r]] for name, x in sites.items()}
-            drawn[row] = _read_sampled(arrays, r)._replace(sites=read)
+            drawn[row] = read_sampled(arrays, r)._replace(sites=read)
     held = dict(zip(state.samplers, samplers, strict=True))
     return state._replace(cache=cache, context=context, samplers=held), [drawn]
 
 
-def _plan_rounds(state: _ServeState, burst: int, chunk: int) -> tuple[_ServeState, int]:
-    """Return how many rounds to run in one call; 0 for a step, if a row has a prompt to run or
-    reads.
-
-    A draft model first runs up to `chunk` tokens of the texts that it lacks.
-    """
-    seats, draft = state.active, state.draft
-    watched = any(seat.request.until is not None for seat in seats.values())
-    if not all(seat.can_burst for seat in seats.values()) or (watched and not draft.width):
-        return state, 0
-    lengths = {row: (seat.num_drafted, seat.num_run - 1) for row, seat in seats.items()}
-    draft, ran = catch_up(draft, state.context.token_BL, lengths, chunk, _ALONE)
-    seats = {row: dataclasses.replace(seat, num_drafted=ran[row]) for row, seat in seats.items()}
-    lags = any(ran[row] < needed for row, (_, needed) in lengths.items())
-    return state._replace(draft=draft, active=seats), 0 if lags else 1 if watched else burst
-
-
-def _run_burst(
-    model: Model, params: Params, state: _ServeState, burst: int, rounds: int, few_rows: bool
-) -> tuple[_ServeState, list[_StepSamples]]:
-    """Run several steps in one call, if all rows decode; stop when a row ends."""
-    rows, seats, draft = state.cache.batch, state.active, state.draft
-    R = min(bucket_rows(len(seats)), rows) if few_rows else rows
-    row_R = None
-    if rows > R:
-        row_R = np.full(R, rows, np.int32)
-        row_R[: len(seats)] = list(seats)
-    at = {row: row if row_R is None else r for r, row in enumerate(seats)}
-    widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
-    limit_R = np.zeros(R, np.int32)
-    eos_RE = np.full((R, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
-    for row, seat in seats.items():
-        ids = pad_eos_ids(seat.request.eos_token_ids)
-        limit_R[at[row]] = seat.prompt_T.size + seat.request.max_new_tokens
-        eos_RE[at[row], : ids.size] = ids
-    done, results, tails, context, samplers = decode_burst(
-        (state.cache.tail, draft.tail),
-        state.context,
-        tuple(state.samplers.values()),
-        (model, draft.source),
-        (params, draft.params),
-        state.cache.frozen,
-        row_R,
-        _kind_mask(state, at, R),
-        limit_R,
-        eos_RE,
-        burst,
-        draft.width,
-        np.int32(rounds),
-        row_adapters({at[row]: seat.request.adapter for row, seat in seats.items()}, R),
-        _top_width(model, seats),
-        state.edits,
-    )
-    count, arrays = to_host((done, results))
-    steps = [
-        {row: _read_sampled(arrays, (i, j, r)) for row, r in at.items() if arrays.valid_B[i, j, r]}
-        for i in range(count)
-        for j in range(draft.width + 1)
-    ]
-    return state._replace(
-        cache=state.cache.replace(tail=tails[0]),
-        context=context,
-        samplers=dict(zip(state.samplers, samplers, strict=True)),
-        draft=draft.with_tail(tails[1]),
-    ), steps
-
-
-def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
-    """Return how many likeliest tokens to compute: the least width that all requests fit into."""
-    needed = max(seat.request.top_logprobs for seat in seats.values())
-    return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
-
-
-def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
-    """Return a row's token from host arrays. at: its row, or its round, column and row."""
-    token, logprob, finite = (x[at].item() for x in drawn[:3])
-    top, stats = [], None
-    if drawn.top_token_BN is not None:
-        pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
-        top = list(zip(*pair, strict=True))
-    if drawn.draft_B is not None:
-        i, column, r = at
-        proposed = int((drawn.draft_B[i, :, r] >= 0).sum()) if column == 0 else 0
-        accepted = finite and drawn.draft_B[at] == token
-        stats = DraftStats(proposed, int(accepted), int(proposed > 0))
-    return _Sampled(token, logprob, finite, top, stats)
-
-
-def _kind_mask(state: _ServeState, at: dict[int, int], size: int) -> np.ndarray:
-    """Return which rows use which kind of sampler, bool `[K, size]`. at: the place of each row."""
-    kind_KR = np.zeros((len(state.samplers), size), bool)
-    for row, r in at.items():
-        kind_KR[list(state.samplers).index(state.active[row].kind), r] = True
-    return kind_KR
-
-
 def _make_events(
-    state: _ServeState, runs: list[TokenRun], samples: _StepSamples, step: StepStats
-) -> tuple[_ServeState, list[Event]]:
+    state: ServeState, runs: list[TokenRun], samples: StepSamples, step: StepStats
+) -> tuple[ServeState, list[Event]]:
     """Return the state without the rows that ended, and an event for each token."""
     seats, events = dict(state.active), []
     for run in runs:
@@ -503,27 +307,17 @@ def _make_events(
             num_drafted=seat.num_drafted + (stats is not None),
             draft_stats=seat.draft_stats.plus(stats),
         )
-        finish = _finish_reason(seat)
+        finish = finish_reason(seat)
         if finish is not None:
             del seats[row]
         events.append(seat.make_event(finish, step, samples[row]))
     return state._replace(active=seats), events
 
 
-def _finish_reason(active: _ActiveRequest) -> Finish | None:
-    """Return why a request ends with its newest token, or None if it continues."""
-    request = active.request
-    if request.until is not None and request.until(active.tokens[-1]):
-        return Finish.STOP
-    if active.tokens[-1] in request.eos_token_ids:
-        return Finish.EOS
-    return Finish.LENGTH if active.num_generated >= request.max_new_tokens else None
-
-
-def _token_runs(active: dict[int, _ActiveRequest], chunk: int, multiple: int) -> list[TokenRun]:
+def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> list[TokenRun]:
     """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival.
 
-    multiple: as in `_ActiveRequest.next_run`.
+    multiple: as in `ActiveRequest.next_run`.
     """
     runs = []
     for row, seat in active.items():
@@ -534,7 +328,7 @@ def _token_runs(active: dict[int, _ActiveRequest], chunk: int, multiple: int) ->
     return [run for run in runs if run.index_T.size]
 
 
-def _add_sampler(state: _ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
+def _add_sampler(state: ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
     """Return the samplers by kind with one more. Each set and order of kinds compiles a program:
     so unused ones are dropped once there are many, and the order is not that of arrival.
     """

@@ -28,6 +28,7 @@ from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 Array = Any  # a jax or numpy array
 Sites = dict[str, jax.Array]  # what was read, by full name
 OutputKind = Literal["logits", "hidden"]
+ALONE = 32  # longer runs fill the processor alone, and need no programs for several rows
 
 
 class TokenRun(NamedTuple):

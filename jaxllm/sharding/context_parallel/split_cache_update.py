@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
-from jaxllm.cache.slot_update import NO_SLOT, add_dependency, write_at_cursor
+from jaxllm.cache.slot_update import NO_SLOT, delay_entries, write_at_cursor
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel.dispatch import AXIS, ContextParallel
 from jaxllm.sharding.context_parallel.ring import pass_on
@@ -45,7 +45,7 @@ class SplitCacheWriter:
             check_vma=False,
         )
         entries = (new.k, new.v)
-        entries = add_dependency(entries, wait_for[0]) if wait_for else entries
+        entries = delay_entries(entries, wait_for[0]) if wait_for else entries
         k, v = write(cursor, (tail.k, tail.v), entries)
         old, marks = ((x.position_BS, x.token_BS, x.patched_BS) for x in (tail, new))
         position, token, patched = write_at_cursor(cursor, old, marks, wait_for)

@@ -1,0 +1,24 @@
+"""A text has the same bits on a mesh however it is run, and those of one device."""
+
+import pytest
+
+import jaxllm
+from jaxllm.evaluate.invariance import check_invariance
+from jaxllm.ops import native
+
+pytestmark = [
+    pytest.mark.devices,
+    pytest.mark.skipif(not native.is_enabled(), reason="no native kernels"),
+]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("mesh", "exact"), [("tensor=2", True), ("data=2", False), ("stage=2", False)]
+)
+def test_mesh_keeps_the_bits_of_one_device(mesh: str, exact: bool) -> None:
+    """With `invariant`, batches, chunks, caches and `serve` on a mesh give one device's bits."""
+    lm = jaxllm.load("demo:llama", dtype="bfloat16", mesh=mesh, exact=exact, invariant=True)
+    report = check_invariance(lm, length=40, new_tokens=8, show=lambda _: None)
+    assert {"one device", "one of 4 prompts"} <= {finding.way for finding in report.findings}
+    assert report.holds, report.findings
