@@ -36,6 +36,7 @@ myst_heading_anchors = 4
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has them
 python_maximum_signature_line_length = 88
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -45,6 +46,7 @@ MODULES = [
     for module in re.findall(r"automodule:: (\S+)", page.read_text(encoding="utf-8"))
 ]
 LLMS = "# jaxllm\n\n> Language models as pure functions in JAX. The cache is a value.\n"
+MADE = ("Alias for field number", "Returns a new object replacing")  # NamedTuple, flax.struct
 REDIRECT = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
 
 
@@ -67,10 +69,18 @@ NAMES = public_names()
 def skip_second_mention(
     app: Sphinx, kind: str, name: str, thing: Any, skip: bool, options: Any
 ) -> bool | None:
-    """Skip what the page of `jaxllm` describes, on the other pages."""
-    here = app.env.docname
-    is_top = name in jaxllm.__all__ and getattr(jaxllm, name) is thing
-    return True if kind == "module" and is_top and here != "docs/reference/jaxllm" else None
+    """Skip what the page of `jaxllm` describes, on other pages, and docstrings that are made."""
+    is_top = kind == "module" and name in jaxllm.__all__ and getattr(jaxllm, name) is thing
+    is_made = (getattr(thing, "__doc__", None) or "").startswith(MADE)
+    return True if is_made or (is_top and app.env.docname != "docs/reference/jaxllm") else None
+
+
+def shorten_module(
+    app: Sphinx, kind: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Leave out a package's list of files."""
+    if kind == "module" and hasattr(thing, "__path__") and "" in lines:
+        del lines[lines.index("") :]
 
 
 def resolve_name(
@@ -110,6 +120,7 @@ def write_extras(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_second_mention)
+    app.connect("autodoc-process-docstring", shorten_module)
     app.connect("missing-reference", resolve_name)
     app.connect("env-updated", check_reference)
     app.connect("build-finished", write_extras)

@@ -16,7 +16,7 @@ from tests.convert.flax_twin import as_flax
 from tests.tiny_models import cut_demo
 
 FAMILY = "docs/add_a_family.md"
-FLAX = "docs/from_flax.md"
+FLAX = "docs/migration.md"
 EXPORT = "docs/export.md"
 CHAT = "docs/chat.md"
 SLOW = "docs/slow_or_out_of_memory.md"
