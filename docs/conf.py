@@ -78,8 +78,8 @@ def skip_second_mention(
 def shorten_module(
     app: Sphinx, kind: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
-    """Leave out a package's list of files."""
-    if kind == "module" and hasattr(thing, "__path__") and "" in lines:
+    """Keep a module's first paragraph: the others are lists of its files."""
+    if kind == "module" and "" in lines:
         del lines[lines.index("") :]
 
 
