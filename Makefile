@@ -37,6 +37,7 @@ test-full: $(VENV)/.installed-full
 
 # The site, in docs/_build/html; every link within it is followed.
 docs: $(VENV)/.installed-docs
+	rm -rf docs/_build/html
 	$(BIN)/sphinx-build --quiet -W --keep-going -n -c docs . docs/_build/html
 	$(BIN)/python scripts/tools/check_links.py docs/_build/html
 
