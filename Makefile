@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo docs test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -34,6 +34,12 @@ pytest test-more: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# The site, in docs/_build/html; every link within it is followed.
+docs: $(VENV)/.installed-docs
+	rm -rf docs/_build/html
+	$(BIN)/sphinx-build --quiet -W --keep-going -n -c docs . docs/_build/html
+	$(BIN)/python scripts/tools/check_links.py docs/_build/html
 
 # Changed files of every kind, in processes of their own: loaded or refused, and nothing else.
 fuzz: $(VENV)/.installed-test
@@ -106,5 +112,9 @@ $(VENV)/.installed-full: $(VENV)/.installed-test
 	$(INSTALL) '.[test,eval,ray]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/bin/python $(SOURCES)
+	$(INSTALL) '.[docs]'
+	@touch $@ $(VENV)/.installed
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf docs/_build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -165,22 +165,26 @@ class LM:
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
         """Continue a prompt, or each prompt of a list in one batch.
 
-        prompt: text, token ids (a list, or a NumPy or JAX array), or a list of either. Text is
-        encoded without special tokens; the begin-of-text token is added if the checkpoint requests
-        it (and always to an empty text). Token ids are used unchanged. An empty list returns an
-        empty list.
-
         Options have Hugging Face's names; their defaults come from generation_config.json, and None
         means the default. Decoding is greedy unless do_sample=True or a temperature is given. If a
         result must not depend on the other rows or on its place in the list, set batch_invariant
         and give each prompt its own seed: with one seed, equal prompts give equal texts.
 
-        OPTIONS
+        Args:
+            prompt: text, token ids (a list, or a NumPy or JAX array), or a list of either. Text is
+                encoded without special tokens; the begin-of-text token is added if the checkpoint
+                requests it (and always to an empty text). Token ids are used unchanged. An empty
+                list returns an empty list.
+            OPTIONS
 
-        Returns a Completion or a list of them; with num_return_sequences above 1, a list per
-        prompt. Raises TokenError for ids outside the vocabulary, CapacityError if prompt and new
-        tokens exceed the context, SamplingError for an unknown or invalid option, NonFiniteError if
-        the model returns NaN.
+        Returns:
+            A Completion or a list of them; with num_return_sequences above 1, a list per prompt.
+
+        Raises:
+            TokenError: For ids outside the vocabulary.
+            CapacityError: If prompt and new tokens exceed the context.
+            SamplingError: For an unknown or invalid option.
+            NonFiniteError: If the model returns NaN.
         """
         items, single = split_prompts(prompt)
         prompts = [self.encode(item) for item in items]

@@ -1,22 +1,28 @@
-"""The pages in docs/: quoted code is in the files, and their commands and snippets run."""
+"""The pages in docs/: their commands and snippets run, and what they name and link to exists."""
 
 import ast
+import importlib
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
 
 import jaxllm
+from jaxllm import cli
 from jaxllm.cli.chat import COMMANDS
+from jaxllm.generation.options import OPTIONS
 from tests.conftest import ROOT, Run, succeed
 from tests.convert.flax_twin import as_flax
 from tests.tiny_models import cut_demo
 
 FAMILY = "docs/add_a_family.md"
-FLAX = "docs/from_flax.md"
+MIGRATION = "docs/migration.md"
 EXPORT = "docs/export.md"
 CHAT = "docs/chat.md"
 SLOW = "docs/slow_or_out_of_memory.md"
@@ -90,13 +96,13 @@ def count_lines(family: str) -> list[int]:
     return [module, table, tests + (row.end_lineno or row.lineno) - row.lineno + 1]
 
 
-def test_flax_page_runs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_migration_page_runs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_flax(cut_demo("gpt2", tmp_path / "my-gpt2"))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
-    for snippet in snippets(FLAX):
+    for snippet in snippets(MIGRATION):
         if snippet.language == "python":
-            exec(compile(snippet.text, FLAX, "exec"), names)
+            exec(compile(snippet.text, MIGRATION, "exec"), names)
             continue
         for command in snippet.text.splitlines():
             succeed(run, *shlex.split(command)[1:])
@@ -154,10 +160,139 @@ def test_troubleshooting_page_runs(
             assert all(line.removesuffix(" ...") in err for line in errors)
 
 
-@pytest.mark.parametrize("page", [FAMILY, FLAX, EXPORT, CHAT, SLOW])
+@pytest.mark.parametrize("page", [FAMILY, MIGRATION, EXPORT, CHAT, SLOW])
 def test_page_file_references_exist(page: str) -> None:
     """Every file that a page names exists, and no line of a page is longer than 160 characters."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"`((?:jaxllm|convert|tests|docs|scripts)/[\w/]+\.\w+)`", text):
         assert "NAME" in name or (ROOT / name).exists(), name
     assert [line for line in text.splitlines() if len(line) > 160] == []
+
+
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "BENCHMARKS.md", ROOT / "CONTRIBUTING.md"])
+
+
+def reference() -> dict[str, set[str]]:
+    """Return the names of each module in docs/reference; all names of `__all__` for "members"."""
+    names: dict[str, set[str]] = {}
+    for page in sorted(ROOT.glob("docs/reference/*.md")):
+        module = ""
+        text = page.read_text(encoding="utf-8")
+        for kind, name, members in re.findall(
+            r"^\.\. (automodule|py:data):: (\S+)\n(?:   :members:(.*)\n)?", text, re.M
+        ):
+            if kind == "automodule":
+                module = name
+                public = getattr(importlib.import_module(module), "__all__", None)
+                listed = set(members.replace(",", " ").split())
+                names[module] = listed or set(vars(importlib.import_module(module)))
+                if public is not None and not listed:
+                    names[module] = {x for x in public if is_described(module, x)}
+            else:
+                home, _, last = name.rpartition(".")
+                names.setdefault(home or module, set()).add(last)
+    return names
+
+
+def is_described(module: str, name: str) -> bool:
+    """Return whether Sphinx shows a member: it has a docstring of its own."""
+    thing = getattr(importlib.import_module(module), name)
+    return (inspect.isroutine(thing) or inspect.isclass(thing)) and bool(thing.__doc__)
+
+
+def test_reference_has_every_public_name() -> None:
+    """Each package with `__all__` has a page, which describes exactly its names."""
+    names, seen = reference(), 0
+    for path in sorted((ROOT / "jaxllm").rglob("__init__.py")):
+        package = ".".join(path.relative_to(ROOT).parent.parts)
+        public = getattr(importlib.import_module(package), "__all__", None)
+        if public is not None:
+            seen += len(public)
+            assert names[package] == {*public} - {"errors"}, package
+    assert "jaxllm.errors" in names and seen > 200
+
+
+def test_pages_import_only_names_of_reference() -> None:
+    names = reference()
+    sources = [s.text for page in PAGES for s in snippets(str(page)) if s.language == "python"]
+    sources += [p.read_text(encoding="utf-8") for p in ROOT.glob("notebooks/*.py")]
+    found = set()
+    for source in sources:
+        if source.startswith(" "):
+            continue  # a quoted piece of a file
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxllm"):
+                found |= {(node.module, name.name) for name in node.names}
+    public = {(module, name) for module in names for name in names[module]}
+    modules = {tuple(module.rpartition(".")[::2]) for module in names}
+    # A quoted file imports what it needs; a name may be imported from where it is defined.
+    quoted = {s.text for s in snippets(FAMILY) if s.file}
+    missing = {
+        (module, name)
+        for module, name in found - public - modules
+        if not any(f"from {module} import" in text for text in quoted)
+        and not any(
+            getattr(importlib.import_module(module), name)
+            is getattr(importlib.import_module(home), last, None)
+            for home, last in public
+            if last == name
+        )
+    }
+    assert missing == set() and len(found) > 40
+
+
+def test_one_page_uses_every_name() -> None:
+    code = "".join(s.text for s in snippets("docs/all_of_it.md") if s.language == "python")
+    used = {*re.findall(r"\bjaxllm\.(\w+)", code)}
+    assert {*jaxllm.__all__} - used == set()
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Return the text under each heading, up to the next, by GitHub's anchor of the heading."""
+    text = re.sub(r"^```.*?^```$", code_kept, page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    parts = re.split(r"^#+ (.*)\n", text, flags=re.M)[1:]
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"): body
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def code_kept(found: re.Match[str]) -> str:
+    """Indent a code block, so that its comments are not headings."""
+    return found[0].replace("\n#", "\n #")
+
+
+def test_anchors_of_links_exist() -> None:
+    checked = 0
+    for page in [*PAGES, ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        for file, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", text):
+            checked += 1
+            assert anchor in sections(page.parent / file if file else page), (page, file, anchor)
+    assert checked > 60
+
+
+def test_each_task_leads_to_something_to_paste() -> None:
+    """The section behind each link of "How do I ...?" has a snippet or a command."""
+    text = (ROOT / "docs" / "how_do_i.md").read_text(encoding="utf-8")
+    tasks = re.findall(r"\]\((\w+\.md)#([\w-]+)\)", text)
+    assert len(tasks) >= 20 and text.count("\n| ") - 2 <= len(tasks)
+    for file, anchor in tasks:
+        body = sections(ROOT / "docs" / file)[anchor]
+        assert re.search(r"^```(python|sh|bash)$|^\$ jaxllm", body, re.M), (file, anchor)
+
+
+def test_llama_cpp_table_names_options_that_exist() -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    text = sections(ROOT / "docs" / "migration.md")["options-of-llamacpp"]
+    cells = [row.split("|")[2] for row in re.findall(r"^\| .*\|$", text, re.M)[1:]]
+    for cell in cells:
+        for code in re.findall(r"`([^`]+)`", cell):
+            words = code.split()
+            command = group.commands[words[1] if words[0] == "jaxllm" else "generate"]
+            flags = {flag for p in command.params for flag in [*p.opts, *p.secondary_opts]}
+            assert {w for w in words if w.startswith("-")} <= flags, code
+            given = [b.split("=")[0] for a, b in pairwise(words) if a == "-o"]
+            assert {*given} <= OPTIONS.keys(), code
+    assert len(cells) > 20

@@ -20,6 +20,7 @@ PAGES = (
     *(
         f"docs/{name}.md"
         for name in [
+            "all_of_it",
             "batch",
             "cache",
             "cli",
@@ -34,6 +35,7 @@ PAGES = (
             "rl",
             "steering",
             "trees",
+            "tutorial",
         ]
     ),
 )
@@ -116,14 +118,14 @@ def test_relative_links_resolve_and_pages_are_linked() -> None:
         for link in re.findall(r"\]\(([\w./-]+\.\w+)[)#]", file.read_text(encoding="utf-8")):
             assert (file.parent / link).exists(), f"{file.name}: {link}"
     for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in TEXT or page.name == "mesh_matrix.md", page
+        assert f"docs/{page.name}" in TEXT or page.name in ("index.md", "mesh_matrix.md"), page
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_readme_and_contributing_lines_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if len(line) > 120] == []
-    assert name != "README.md" or len(lines) <= 150
+    assert name != "README.md" or len(lines) <= 145
 
 
 def test_readme_names_every_family() -> None:

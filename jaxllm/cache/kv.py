@@ -36,9 +36,10 @@ class Segment(struct.PyTreeNode):
     shared, a slot has the same position in every row that has it.
 
     Attributes:
-        k, v: One `[B or 1, S, K, H]` per layer, an array or `Int8Entries`. position_BS: int32,
-        absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token at p
-            was culled. The keys and values of such slots are never attended to.
+        k: Keys, one `[B or 1, S, K, H]` per layer, an array or `Int8Entries`.
+        v: Values, likewise.
+        position_BS: int32, absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token
+            at p was culled. The keys and values of such slots are never attended to.
         token_BS: int32, the token ids.
         patched_BS: bool, True where `patch` or `pool` replaced what `commit` wrote.
     """

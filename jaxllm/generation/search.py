@@ -151,7 +151,7 @@ def best_first(
         SamplingError: For values out of range, and a score that is not a number.
         CapacityError: If the text exceeds the model's positions.
         NonFiniteError: If log-probabilities are not finite.
-        Also whatever `forward` and `prefill` raise.
+        JaxllmError: Whatever else `forward` and `prefill` raise.
     """
     grower = _Grower(model, params, prompt, **options)
     found, order = list[tuple[float, int, Branch]](), itertools.count()

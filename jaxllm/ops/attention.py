@@ -92,8 +92,7 @@ def attend(
 
     Returns:
         The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
-            received,
-        summed over heads and queries, float32 `[B, S]`; None unless requested.
+        received, summed over heads and queries, float32 `[B, S]`; None unless requested.
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
     if not mass and alike and native.is_enabled():

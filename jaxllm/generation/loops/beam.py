@@ -135,7 +135,7 @@ def beam_search(
     Raises:
         SamplingError: For an option out of range.
         CapacityError: If prompt and new tokens exceed the model's positions.
-        Also whatever `prefill` raises.
+        JaxllmError: Whatever else `prefill` raises.
     """
     check_model(model, params)
     check_sampler(sampler)

@@ -56,7 +56,7 @@ def contrastive_search(
         SamplingError: For values out of range.
         CapacityError: If the text exceeds the model's positions.
         NonFiniteError: If the scores are not finite.
-        Also whatever `forward` raises.
+        JaxllmError: Whatever else `forward` raises.
     """
     top_k = check_int("top_k", top_k, 1, model.config.vocab_size)
     if not is_number(penalty_alpha) or not 0 <= penalty_alpha <= 1:

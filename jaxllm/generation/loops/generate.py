@@ -141,7 +141,7 @@ def generate(
     Raises:
         CapacityError: If prompt and new tokens do not fit into the cache or the model.
         SamplingError: For max_new_tokens below 1.
-        Also whatever `prefill` raises.
+        JaxllmError: Whatever else `prefill` raises.
     """
     until, asked = _split_until(options)
     by_step = until is not None or bool(options.get("read"))

@@ -45,7 +45,7 @@ def generate_with_guidance(
         SamplingError: For an empty prompt or values out of range.
         CapacityError: If the text exceeds the model's positions.
         NonFiniteError: If the logits are not finite.
-        Also whatever `prefill` raises.
+        JaxllmError: Whatever else `prefill` raises.
     """
     pair = [list(prompt), list(prompt)[-1:] if negative_prompt is None else list(negative_prompt)]
     check_int("max_new_tokens", max_new_tokens, 1)

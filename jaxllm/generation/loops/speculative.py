@@ -179,7 +179,7 @@ def speculative_generate(
         SamplingError: For a draft with another vocabulary, or numbers below 1.
         CapacityError: If the text exceeds either model's positions.
         ConfigError: If dynamic RoPE would change a model's angles with the text's length.
-        Also whatever `prefill` raises.
+        JaxllmError: Whatever else `prefill` raises.
     """
     check_model(model, params)
     check_sampler(sampler)

@@ -41,7 +41,7 @@ def prefill_in_segments(
     Raises:
         ConfigError: If the model has no segments.
         CapacityError: If the cache is too small.
-        Also whatever `prefill` raises.
+        JaxllmError: Whatever else `prefill` raises.
     """
     check_usable(cache)
     tokens_BT = as_array("tokens", tokens_BT)

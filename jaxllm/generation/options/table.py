@@ -332,10 +332,10 @@ def document_options(function: Function) -> Function:
         for name, row in OPTIONS.items()
     )
     wrapper = textwrap.TextWrapper(
-        width=100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_long_words=False
+        width=100, initial_indent=" " * 12, subsequent_indent=" " * 16, break_long_words=False
     )
     lines = map(wrapper.fill, rows)
-    function.__doc__ = (function.__doc__ or "").replace("        OPTIONS", "\n".join(lines))
+    function.__doc__ = (function.__doc__ or "").replace("            OPTIONS", "\n".join(lines))
     named = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
     named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in OPTIONS]
     function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
