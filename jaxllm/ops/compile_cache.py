@@ -33,6 +33,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import atomic_file
+from jaxllm.files.versions import PROGRAM
 from jaxllm.ops import native
 
 CACHE_ENV = "JAXLLM_COMPILE_CACHE"
@@ -368,10 +369,10 @@ def _load_program(file: Path) -> Any:
 
 
 def _read_payload(file: Path) -> bytes | None:
-    """Read what `_save_payload` wrote; None if it is missing or its hash does not match."""
+    """Read what `_save_payload` wrote; None if it is missing, damaged or of another version."""
     try:
-        digest, _, payload = file.read_bytes().partition(b"\n")
-        if hashlib.sha256(payload).hexdigest().encode() != digest:
+        first_line, _, payload = file.read_bytes().partition(b"\n")
+        if first_line != _first_line(payload):
             return None
         os.utime(file)
     except OSError:
@@ -391,10 +392,16 @@ def _save_program(file: Path, compiled: Any) -> None:
     _save_payload(file, payload)
 
 
+def _first_line(payload: bytes) -> bytes:
+    """Return the format, its version and the hash of the rest of the file."""
+    mark = PROGRAM.text_mark
+    return " ".join([*mark.values(), hashlib.sha256(payload).hexdigest()]).encode()
+
+
 def _save_payload(file: Path, payload: bytes) -> None:
     try:
         with atomic_file(file) as out:
-            out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+            out.write(_first_line(payload) + b"\n" + payload)
         ours = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
         programs = sorted(ours, key=lambda f: f.stat().st_mtime)
         total = sum(f.stat().st_size for f in programs)
