@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxllm import __version__
 from jaxllm.cli import doctor
 from jaxllm.evaluate import installation
 from jaxllm.ops import native
+from tests.conftest import ROOT
 
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no kernels are built")
 
@@ -25,7 +28,7 @@ DYING = r"""
 #include <dlfcn.h>
 #include <stdint.h>
 #include <string.h>
-static int dies;
+static int dies, armed;  // armed: XLA has registered the function, which calls it
 static void* find(const char* name) {
   static void* real;
   if (!real) real = dlopen(REAL, RTLD_NOW | RTLD_LOCAL);
@@ -36,7 +39,9 @@ const char* jaxllm_isa(const char* name) {
   dies = chosen && !strcmp(chosen, DYING_SET);
   return chosen;
 }
-void* jaxllm_kernels(const char* name) { return ((void* (*)(const char*))find("jaxllm_kernels"))(name); }
+void* jaxllm_kernels(const char* name) {
+  return ((void* (*)(const char*))find("jaxllm_kernels"))(name);
+}
 void jaxllm_set_mask_function(void* f) { ((void (*)(void*))find("jaxllm_set_mask_function"))(f); }
 #define PASS(NAME) void* NAME(void* frame) { return ((void* (*)(void*))find(#NAME))(frame); }
 void* jaxllm_linear(void* frame) {
@@ -47,14 +52,17 @@ void* jaxllm_linear(void* frame) {
 """
 
 
-def run_doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
+def run_doctor(
+    *arguments: str, flags: Sequence[str] = (), **environment: str
+) -> tuple[int, dict[str, Any]]:
     """Run `jaxllm doctor --json` in a process of its own; return its status and report."""
     names = ("JAXLLM_NATIVE", "JAXLLM_ISA", "JAXLLM_LIBRARY", "PYTHONPATH")
     inherited = {n: x for n, x in os.environ.items() if n not in names}
-    command = [sys.executable, "-m", "jaxllm", "doctor", "--json", *arguments]
+    command = [sys.executable, *flags, "-m", "jaxllm", "doctor", "--json", *arguments]
     done = subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, timeout=600
-    )
+        command, env=inherited | environment, capture_output=True, text=True, timeout=600,
+        cwd=environment.get("PYTHONPATH", str(ROOT)).split(os.pathsep)[0],
+    )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -85,15 +93,26 @@ def test_healthy_installation_passes(tmp_path: Path) -> None:
     assert "0 files" in checks["compiled programs"]
 
 
-def test_missing_kernels_are_an_error(tmp_path: Path) -> None:
-    """So is a file that is not a library; each error has the name of the file."""
+def test_installation_without_kernels_is_an_error(tmp_path: Path) -> None:
+    """A package that was built without a compiler; -S hides the one of this checkout."""
+    ignored = shutil.ignore_patterns("csrc", "*.so", "__pycache__", "demo")
+    shutil.copytree(ROOT / "jaxllm", tmp_path / "jaxllm", ignore=ignored)
+    path = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])
+    programs = str(tmp_path / "programs")
+    status, report = run_doctor(
+        "--quick", flags=["-S"], PYTHONPATH=path, JAXLLM_COMPILE_CACHE=programs
+    )
+    assert status == 1
+    (error,) = wrong(report).values()
+    assert error["name"] == "kernels" and "none are installed" in error["text"]
+    assert "C++ compiler" in error["remedy"]
+
+
+def test_library_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+    """The error has the name of the file; on a GPU, no library is only a warning."""
     status, report = run_doctor("--quick", JAXLLM_LIBRARY=str(tmp_path / "none.so"))
     assert status == 1 and str(tmp_path / "none.so") in wrong(report)["kernels"]["text"]
     assert wrong(report)["kernels"]["remedy"] == "unset JAXLLM_LIBRARY"
-    (none,) = doctor._check_kernels(
-        {"devices": {"backend": "cpu"}, "library": {"path": None, "available": []}}, quick=True
-    )
-    assert none.status == "error" and "C++ compiler" in none.remedy
     (on_gpu,) = doctor._check_kernels(
         {"devices": {"backend": "gpu"}, "library": {"path": None, "available": []}}, quick=True
     )
@@ -152,8 +171,7 @@ def test_set_that_dies_is_named(tmp_path: Path) -> None:
     available = native.available_isas()
     dying = available[len(available) // 2]
     others = [n for n in native._FUNCTIONS if n != "linear"]
-    source = DYING.replace("static int dies;", "static int dies, armed;")
-    source += "".join(f"PASS(jaxllm_{name})\n" for name in others)
+    source = DYING + "".join(f"PASS(jaxllm_{name})\n" for name in others)
     (tmp_path / "dying.c").write_text(source, encoding="utf-8")
     library = tmp_path / "dying.so"
     macros = [f'-DREAL="{native.library_path()}"', f'-DDYING_SET="{dying}"']
@@ -208,9 +226,13 @@ def test_text_report_ends_with_what_to_do() -> None:
         doctor.Finding("one", "ok", "good"),
         doctor.Finding("another", "error", "bad", "mend it"),
     ])  # fmt: skip
-    assert (
-        text == "ok       one      good\nerror    another  bad\n\nWhat to do:\n  another: mend it\n"
-    )
+    assert text.splitlines() == [
+        "ok       one      good",
+        "error    another  bad",
+        "",
+        "What to do:",
+        "  another: mend it",
+    ]
 
 
 def test_few_processors_in_container_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

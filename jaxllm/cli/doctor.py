@@ -203,7 +203,8 @@ def _run_stages(quick: bool) -> _Stages:
     path = [p for p in (os.environ.get("PYTHONPATH"), root) if p]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     while True:
-        command = [sys.executable, "-P", "-m", CHILD, *(["--quick"] * quick), *stages]
+        flags = ["-P", *(["-S"] * sys.flags.no_site)]
+        command = [sys.executable, *flags, "-m", CHILD, *(["--quick"] * quick), *stages]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
