@@ -75,6 +75,7 @@ def wrong(report: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {c["name"]: c for c in found}
 
 
+@pytest.mark.more
 @needs_kernels
 def test_healthy_installation_passes(tmp_path: Path) -> None:
     """Every set of this machine is compared, and every line is there."""
@@ -162,6 +163,7 @@ def test_read_only_cache_folder_is_an_error(tmp_path: Path) -> None:
     assert "JAXLLM_COMPILE_CACHE" in error["remedy"]
 
 
+@pytest.mark.more
 @needs_kernels
 def test_set_that_dies_is_named(tmp_path: Path) -> None:
     """Its process ends by a signal; the sets before and after it are compared all the same."""
