@@ -124,8 +124,8 @@ def open_path(path: Path, *, strict: bool = False) -> Checkpoint:
     if not source.header:
         raise CheckpointError(f"{path!s:.200} is not a checkpoint directory or file")
     raise CheckpointError(
-        f"{path}: config.json has format {source.header['format']!r:.40}, expected {CHECKPOINT.format!r}, or"
-        " no format for a Hugging Face checkpoint"
+        f"{path}: config.json has format {source.header['format']!r:.40}, expected"
+        f" {CHECKPOINT.format!r}, or no format for a Hugging Face checkpoint"
     )
 
 

@@ -245,3 +245,11 @@ def test_few_processors_in_container_are_a_warning(monkeypatch: pytest.MonkeyPat
     assert (found.status, found.remedy) == ("warning", "set JAXLLM_THREADS=1")
     monkeypatch.setenv("JAXLLM_THREADS", "1")
     assert doctor._check_threads().status == "ok"
+
+
+def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX waits forever for some broken devices."""
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.01)
+    stages = doctor._run_stages(quick=True)
+    assert stages == {"devices": {"error": "it did not end within 0.01 seconds"}}
+    assert doctor._check_devices(stages).status == "error"

@@ -211,8 +211,7 @@ def _run_stages(quick: bool) -> _Stages:
             )
             output, status, errors = done.stdout, done.returncode, done.stderr
         except subprocess.TimeoutExpired as error:
-            partial = error.stdout or b""
-            output = partial if isinstance(partial, str) else partial.decode(errors="replace")
+            output = (error.stdout or b"").decode(errors="replace")  # bytes even for a text
             status, errors = 1, f"it did not end within {TIMEOUT_S} seconds"
         last = "devices"  # what importing JAX belongs to
         for line in (x for x in output.splitlines() if x.startswith('{"stage"')):

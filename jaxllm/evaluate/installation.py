@@ -151,6 +151,10 @@ def _describe_library() -> dict[str, Any]:
     }
 
 
+def _check_set(name: str) -> dict[str, Any]:
+    return {"problems": check_set(name)}
+
+
 def _measure_bandwidth() -> dict[str, Any]:
     from jaxllm.evaluate import bench  # with all models
 
@@ -163,7 +167,7 @@ def _stages(quick: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield LIBRARY, _describe_library
     selected = native.isa() if native.is_enabled() else None
     for name in () if quick else native.available_isas():
-        yield f"{SET}{name}", lambda name=name: {"problems": check_set(name)}
+        yield f"{SET}{name}", functools.partial(_check_set, name)
     if selected is not None:
         native.isa(selected)
     if not quick:
