@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.checkpoints.native import FORMAT, Checkpoint, open_native, read_model_json
+from jaxllm.checkpoints.native import Checkpoint, open_native, read_model_json
 from jaxllm.checkpoints.resolve import resolve_path
 from jaxllm.convert.gguf import reader as gguf, tokenizer_read
 from jaxllm.convert.hf import FORMAT_NAME, open_hf
 from jaxllm.errors import CheckpointError, JaxllmError, UnusedSettingsWarning
 from jaxllm.files import read_text
+from jaxllm.files.versions import CHECKPOINT
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.embedding_settings import EmbeddingSettings, read_embedding_settings
 from jaxllm.text.formats import read_special_tokens, tokenizer_files
@@ -90,8 +91,8 @@ def assets_from_gguf(path: Path) -> TextAssets:
 
 CHECKPOINT_FORMATS = (
     CheckpointFormat(
-        FORMAT,
-        lambda source: source.header.get("format") == FORMAT,
+        CHECKPOINT.format,
+        lambda source: source.header.get("format") == CHECKPOINT.format,
         lambda source: open_native(source.path, source.header),
         assets_from_directory,
     ),
@@ -123,8 +124,8 @@ def open_path(path: Path, *, strict: bool = False) -> Checkpoint:
     if not source.header:
         raise CheckpointError(f"{path!s:.200} is not a checkpoint directory or file")
     raise CheckpointError(
-        f"{path}: config.json has format {source.header['format']!r:.40}, expected {FORMAT!r}, or"
-        " no format for a Hugging Face checkpoint"
+        f"{path}: config.json has format {source.header['format']!r:.40}, expected"
+        f" {CHECKPOINT.format!r}, or no format for a Hugging Face checkpoint"
     )
 
 

@@ -19,6 +19,10 @@ class CheckpointError(JaxllmError):
     """A checkpoint's files are missing, unsafe, malformed, or do not match its configuration."""
 
 
+class NewerFileError(CheckpointError):
+    """A later version of jaxllm wrote the file."""
+
+
 class TokenError(JaxllmError):
     """A token id or position is outside the model's range, or a token array is malformed."""
 

@@ -64,7 +64,7 @@ def test_native_config_is_validated_by_field(tmp_path: Path) -> None:
         ({"precision": {**precision, "overrides": [["x", {"a": 1}]]}}, "precision: unknown a"),
         ({"colour": 1}, "unknown field colour"),
         ({"model": {"model_type": "gpt2"}}, "missing"),
-        ({"version": 99}, "version is 99"),
+        ({"version": 99}, "newer jaxllm .checkpoint format 99;"),
         ({"formats": []}, "formats.* must be an object"),
         ({"formats": {"wte.weight": 8}}, "must be a string"),
     ):

@@ -31,7 +31,7 @@ PROMPT, LENGTH = "Once upon a time", 40
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the package sources without build products."""
     target = tmp_path_factory.mktemp("sources")
-    for name in ("pyproject.toml", "README.md", "CMakeLists.txt"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt"):
         shutil.copy(ROOT / name, target / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("jaxllm", "convert"):

@@ -31,6 +31,7 @@ from jaxllm.cache.kv import (
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_path, check_memory, parse_json
+from jaxllm.files.versions import CACHE
 from jaxllm.ops import Int8Entries
 from jaxllm.runtime.multihost import is_multiprocess, to_host
 from jaxllm.runtime.schema import as_schema
@@ -45,8 +46,6 @@ from jaxllm.weights.types.block_weight import BlockWeight
 from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.lora import keep_chosen_adapter
 
-FORMAT = "jaxllm-cache"
-VERSION = 2
 _HASH_THREADS = 4  # arrays hashed concurrently
 
 _Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -145,7 +144,7 @@ def save_cache(path: str | Path, cache: KVCache, model: Model, params: Params) -
     write_tensors(
         path,
         {name: LazyTensor.from_array(array) for name, array in tensors.items()},
-        metadata={"format": FORMAT, "header": json.dumps(header)},
+        metadata={"format": CACHE.format, "header": json.dumps(header)},
     )
 
 
@@ -220,7 +219,7 @@ def load_cache(
 def _identity(model: Model, params: Params) -> dict[str, Any]:
     """Return the version, model and weights that a cache belongs to, as JSON values."""
     identity = {
-        "version": VERSION,
+        "version": CACHE.version,
         "config": model.config.to_dict(),
         "precision": dataclasses.asdict(model.precision),
         "weights": fingerprint(params),
@@ -250,15 +249,11 @@ def _check_config(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
 def _read_header(path: Path) -> tuple[_Header, dict[str, Any]]:
     """Return the checked header, and its fields as they stand in the file."""
     metadata = read_header(path).metadata
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != CACHE.format:
         raise CheckpointError(f"{path}: not written by save_cache")
     where = f"{path}: its header"
     fields = as_schema(parse_json(metadata.get("header", ""), where), dict[str, Any], where)
-    if fields.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: format version {fields.get('version')!r:.40}, this jaxllm reads version"
-            f" {VERSION}. Compute the cache again"
-        )
+    CACHE.check({**fields, "format": CACHE.format}, path)
     return as_schema(fields, _Header, where), fields
 
 

@@ -31,6 +31,7 @@ from jaxllm.files import (
     read_json,
     write_json,
 )
+from jaxllm.files.versions import CHECKPOINT
 from jaxllm.ops import native
 from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
@@ -46,8 +47,6 @@ from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.block_weight import map_blocks
 
-FORMAT = "jaxllm"
-VERSION = 1
 WEIGHTS = "model.safetensors"
 READ_AHEAD = 2  # quantized weights that other threads read while one is placed
 
@@ -77,7 +76,7 @@ class Checkpoint:
     generation: Mapping[str, Any]
     precision: Precision
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    file_format: str = FORMAT
+    file_format: str = CHECKPOINT.format
     recipe: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     blocks: Mapping[str, LazyTensor] = dataclasses.field(default_factory=dict)
@@ -113,10 +112,7 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     data: the contents of its config.json, if already read.
     """
     data, where = data or read_model_json(directory), f"{directory / 'config.json'}"
-    if data.get("version") != VERSION:
-        raise CheckpointError(
-            f"{directory}: format version is {data.get('version')!r:.40}, expected {VERSION}"
-        )
+    CHECKPOINT.check(data, directory)
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
@@ -148,8 +144,7 @@ def save(
     """
     check_output_directory(directory)
     header: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
+        **CHECKPOINT.mark,
         "model": checkpoint.config.to_dict(),
         "precision": dataclasses.asdict(checkpoint.precision),
         "formats": dict(checkpoint.formats),
@@ -160,7 +155,7 @@ def save(
         directory,
         checkpoint.tensors,
         {"generation_config.json": checkpoint.generation, "config.json": header},
-        metadata={"format": FORMAT},
+        metadata={"format": CHECKPOINT.format},
         files=files,
         show_progress=show_progress,
     )

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, NewerFileError
 from jaxllm.files import lock_file, parse_json, path_exists, remove_partials
+from jaxllm.files.versions import PART
 from jaxllm.runtime import signals
 from jaxllm.runtime.schema import as_schema
 from jaxllm.weights import safetensors
@@ -70,7 +71,8 @@ class TensorStore:
     def get(self, key: str) -> Params | None:
         """Return the parameters that `put` saved under `key`, bit for bit, or None.
 
-        A part that is damaged or belongs to another run counts as missing, and is logged.
+        A part that is damaged or belongs to another run counts as missing, and is logged. Raises
+        NewerFileError for a part of a newer version, which is not overwritten.
         """
         part = self.get_with_facts(key)
         return None if part is None else part[0]
@@ -101,6 +103,8 @@ class TensorStore:
             return None
         try:
             return _open(self.path(key), self.digest, mapped)
+        except NewerFileError:
+            raise
         except CheckpointError as error:
             self.log(f"{error}: computing it again")
             return None
@@ -201,12 +205,14 @@ class TensorStore:
 
 def _write(path: Path, tensors: Mapping[str, LazyTensor], header: PartHeader) -> None:
     text = msgspec.json.encode(header).decode()
-    write_tensors(path, _with_checksum(tensors, text), metadata={"part": text})
+    write_tensors(path, _with_checksum(tensors, text), metadata={**PART.text_mark, "part": text})
 
 
 def _read_header(path: Path) -> tuple[PartHeader, str]:
     """Return a part's header, and its text."""
-    text = read_header(path).metadata.get("part", "")
+    metadata = read_header(path).metadata
+    PART.check(metadata, path)
+    text = metadata.get("part", "")
     header: PartHeader = as_schema(parse_json(text, str(path)), PartHeader, str(path))
     return header, text
 

@@ -1,12 +1,12 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
 Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
-upcycle, infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; lens,
-steer; train (one command per training method). Shared: options (single flags), option_groups
-(sampling, loading), eval_data (evaluation text), calibration (calibration data of a recipe),
-command (flags of a function, MODEL in two spellings, usage errors), train_common (flags of every
-training command), lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal
-and conversation (input and state of chat), distributed (several processes).
+upcycle, infini, export; info, bench, plan, doctor; verify, vectors, perplexity, recall,
+sensitivity; lens, steer; train (one command per training method). Shared: options (single flags),
+option_groups (sampling, loading), eval_data (evaluation text), calibration (calibration data of a
+recipe), command (flags of a function, MODEL in two spellings, usage errors), train_common (flags of
+every training command), lora (adapter modules and patterns), console (stdin, stdout, stderr),
+terminal and conversation (input and state of chat), distributed (several processes).
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from jaxllm.cli import (
     compress,
     convert,
     distributed,
+    doctor,
     embed,
     export,
     generate,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "chat": (chat.chat, chat.EXAMPLE),
     "serve": (serve.serve, serve.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
+    "doctor": (doctor.doctor, doctor.EXAMPLE),
     "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
     "recall": (recall.recall, recall.EXAMPLE),
     "sensitivity": (sensitivity.sensitivity, sensitivity.EXAMPLE),

@@ -16,6 +16,7 @@ from jaxllm.cli.option_groups import draw_seed
 from jaxllm.cli.options import read_extra_options, read_options
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, JaxllmError
 from jaxllm.files import path_exists, read_json, write_json
+from jaxllm.files.versions import CHAT
 from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero, run_on_process_zero
 from jaxllm.runtime.schema import as_schema
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from jaxllm.cache import KVCache
     from jaxllm.lm import LM
 
-FORMAT, VERSION = "jaxllm-chat", 1
 MIN_ANSWER_TOKENS = 16  # tokens reserved for an answer if max_new_tokens is not set
 STOP_MESSAGE = "stopping the answer; press Ctrl-C again to end the chat"
 
@@ -38,7 +38,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
 
 class _SavedChat(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal["jaxllm-chat"]
-    version: Literal[1]
+    version: int
     messages: list[_Message]
 
 
@@ -235,12 +235,14 @@ def _write_messages(path: Path, messages: Messages) -> None:
             raise CheckpointError(
                 f"{path} exists and is not a saved conversation ({error}). Name another file"
             ) from None
-    write_json(path, {"format": FORMAT, "version": VERSION, "messages": messages})
+    write_json(path, {**CHAT.mark, "messages": messages})
 
 
 def _read_messages(path: Path) -> Messages:
     """Read messages from a file. Raises CheckpointError if they are not turns of a conversation."""
-    saved: _SavedChat = as_schema(read_json(path), _SavedChat, str(path))
+    data = read_json(path)
+    CHAT.check(data, path)
+    saved: _SavedChat = as_schema(data, _SavedChat, str(path))
     messages = [{"role": m.role, "content": m.content} for m in saved.messages]
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     roles = [m["role"] for m in turns]

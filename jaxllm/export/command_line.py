@@ -17,9 +17,10 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.export import FixedShapeRunner, StepSignature, input_shapes
 from jaxllm.export.runner import check_lengths
-from jaxllm.export.runtime import FORMAT, MANIFEST, VERSION, WEIGHTS, Shapes, digest, load
+from jaxllm.export.runtime import MANIFEST, WEIGHTS, Shapes, digest, load
 from jaxllm.export.step import check_signature, output_feeds, run_step
 from jaxllm.files import atomic_directory, atomic_file, check_vacant, write_json
+from jaxllm.files.versions import EXPORT
 from jaxllm.models import get_family
 from jaxllm.ops.native import disable_kernels
 from jaxllm.runtime.progress import bytes_bar, steps_bar
@@ -114,8 +115,7 @@ def export(
                     _write_file(folder / f"{name}.mlir", program.mlir_module().encode())
                 advance()
         manifest = {
-            "format": FORMAT,
-            "version": VERSION,
+            **EXPORT.mark,
             "jax": jax.__version__,
             "calling_convention_version": program.calling_convention_version,
             "platforms": platforms,
@@ -220,7 +220,9 @@ def _write_weights(path: Path, weights: dict[str, jax.Array], show: bool | None)
     ordered = dict(sorted(weights.items()))
     tensors = {name: _as_lazy(x) for name, x in ordered.items()}
     with bytes_bar(f"writing {path.name}", sum(t.nbytes for t in tensors.values()), show) as done:
-        write_tensors(path, tensors, aligned=False, metadata={"format": FORMAT}, progress=done)
+        write_tensors(
+            path, tensors, aligned=False, metadata={"format": EXPORT.format}, progress=done
+        )
     return {
         "file": path.name,
         "sha256": digest(path),

@@ -21,11 +21,11 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import check_memory, open_regular, path_exists, path_inside, read_bytes, read_json
+from jaxllm.files.versions import EXPORT
 from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.safetensors import open_tensors
 
-FORMAT, VERSION = "jaxllm-export", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 _TOKEN_INPUTS = ("input_ids", "position_ids", "slots", "length")  # inputs that `token_inputs` fills
 NATIVE = "jaxllm.ops.native"  # registers the native kernels that some exports call by name
@@ -202,11 +202,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not path_exists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: not an export")
     manifest = read_json(path_inside(directory, MANIFEST))
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r:.40}, version"
-            f" {manifest.get('version')!r:.20}; expected {FORMAT}, version {VERSION}"
-        )
+    EXPORT.check(manifest, directory)
     return manifest
 
 

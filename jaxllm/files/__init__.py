@@ -3,7 +3,8 @@
 reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON lines. atomic:
 atomic files and directories, and locks. json_log: append-only logs, to resume from. plots: PNG
 files. regex_limits: regular expressions from files and users. memory_limit: the machine's memory
-limit.
+limit. versions: the versions of our own file formats. program_folder: the folder of compiled
+programs.
 """
 
 from jaxllm.files.atomic import (

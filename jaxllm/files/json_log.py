@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files.reading import open_regular, parse_json, path_exists
+from jaxllm.files.versions import JOURNAL
 
 _CHECKSUM_BYTES = 9  # bytes of the checksum and a space
 _MAX_LINE_BYTES = 1 << 31
@@ -29,11 +30,11 @@ class JsonLog:
           facts: what the records depend on, by name.
 
         Raises CheckpointError for a file that is not a log, for a log with other facts, which it
-        names, and if the file cannot be read or written.
+        names, for one of a newer version, and if the file cannot be read or written.
         """
         self.path = path
         self._ends: list[int] = []  # of the complete lines
-        header = _encode_line({"facts": facts})
+        header = _encode_line({**JOURNAL.mark, "facts": facts})
         exists = path_exists(path)
         if exists:
             self._index_lines(facts, header)
@@ -87,6 +88,7 @@ class JsonLog:
                     f"{self.path}, line 1: this is not a journal, or it is damaged: remove it, or"
                     " name another file"
                 )
+            JOURNAL.check(found, self.path)
             _check_facts(self.path, found["facts"], json.loads(json.dumps(facts)))
             self._ends.append(len(first))
             while (line := file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):

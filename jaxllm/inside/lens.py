@@ -20,6 +20,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf.writer import check_absent
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.files import as_path
+from jaxllm.files.versions import LENS
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
 from jaxllm.models.edits import Add, Set
 from jaxllm.models.inputs import Array, check_inputs, check_model
@@ -29,7 +30,7 @@ from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
-from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.safetensors import first_non_finite, open_tensors, read_header, write_tensors
 
 
 class Lens(struct.PyTreeNode):
@@ -193,6 +194,7 @@ def lens_divergence(
 def read_lens(path: str | Path, config: ModelConfig) -> Lens:
     """Read a lens that `write_lens` wrote. Raises CheckpointError for anything else."""
     path, L, D = as_path(path), config.num_hidden_layers, config.hidden_size
+    LENS.check(read_header(path).metadata, path)
     tensors, arrays = open_tensors(path), []
     for name, shape in {"weight": (L, D, D), "bias": (L, D)}.items():
         found = tensors.get(name)
@@ -216,7 +218,7 @@ def write_lens(path: str | Path, lens: Lens) -> None:
     check_absent(path)
     arrays = {"weight": lens.weight_LDD, "bias": lens.bias_LD}
     lazy = {name: LazyTensor.from_array(np.asarray(x)) for name, x in arrays.items()}
-    write_tensors(path, lazy, aligned=False)
+    write_tensors(path, lazy, aligned=False, metadata=LENS.text_mark)
 
 
 def _fit_lens(model: Model, lens: Lens | None) -> Lens:

@@ -21,6 +21,7 @@ from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.writer import check_absent, write_arrays
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError, TokenError
 from jaxllm.files import as_path
+from jaxllm.files.versions import STEERING
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
 from jaxllm.models.edits import Add
 from jaxllm.models.inputs import check_model
@@ -28,10 +29,11 @@ from jaxllm.ops.pooling import pool
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, is_integer, is_number
 from jaxllm.steps import run_model
+from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
-from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.safetensors import first_non_finite, write_tensors
 
 Directions = dict[int, np.ndarray]  # by layer, each float32 [D]
 Method = Literal["mean", "pca"]
@@ -163,7 +165,11 @@ def read_directions(path: str | Path, config: ModelConfig | None = None) -> Dire
             not finite, and for vectors of other models.
     """
     path = as_path(path)
-    tensors = _open_gguf(path) if is_gguf(path) else open_tensors(path)
+    if is_gguf(path):
+        tensors = _open_gguf(path)
+    else:
+        STEERING.check(safetensors.read_header(path).metadata, path)
+        tensors = safetensors.open_tensors(path)
     found: Directions = {}
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"direction\.(0|[1-9][0-9]{0,5})", name)
@@ -228,7 +234,8 @@ def write_directions(
         raise ConfigError("a control vector requires a direction of layer 1 or later")
     if not to_gguf:
         lazy = {name: LazyTensor.from_array(x) for name, x in arrays.items()}
-        return write_tensors(path, lazy, aligned=False, metadata={"model_hint": model_hint})
+        metadata = {**STEERING.text_mark, "model_hint": model_hint}
+        return write_tensors(path, lazy, aligned=False, metadata=metadata)
     settings = {
         "general.architecture": _ARCHITECTURE,
         f"{_ARCHITECTURE}.model_hint": model_hint,

@@ -14,8 +14,6 @@ import hashlib
 import math
 import os
 import pickle
-import platform
-import stat
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +31,10 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import atomic_file
+from jaxllm.files.program_folder import CACHE_ENV, find_folder_problem, locate_program_folder
+from jaxllm.files.versions import PROGRAM
 from jaxllm.ops import native
 
-CACHE_ENV = "JAXLLM_COMPILE_CACHE"
 MAX_BYTES = 512 << 20  # total size; the least recently used program is evicted first
 SUFFIX = ".program"
 VALUE_SUFFIX = ".forms"
@@ -65,9 +64,8 @@ def enable_compile_cache(folder: str | Path | None = None) -> Path | None:
     elsewhere = jax.config.values["jax_compilation_cache_dir"] not in (None, "", str(_folder))
     if elsewhere or (folder is None and named == "0"):
         return None
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    where = Path(folder or named or caches / "jaxllm").expanduser() / f"compiled-{_processor_id()}"
-    if problem := _folder_problem(where):
+    where = locate_program_folder(folder)
+    if problem := find_folder_problem(where):
         if folder is not None:
             raise ConfigError(
                 f"compiled programs cannot be saved in {where}: {problem}. Give a folder that only"
@@ -86,32 +84,6 @@ def enable_compile_cache(folder: str | Path | None = None) -> Path | None:
 def has_compile_cache() -> bool:
     """Return whether compiled programs are saved, here or in JAX's own cache."""
     return _folder is not None or bool(jax.config.values["jax_compilation_cache_dir"])
-
-
-def _folder_problem(folder: Path) -> str:
-    """Create a folder; return why it is unsafe or unusable for programs, or ""."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
-    except OSError as error:
-        return error.strerror or str(error)
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        return "another user may write there"
-    if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
-        return "it holds something other than regular files of this user"
-    return "" if os.access(folder, os.W_OK) else "it is not writable"
-
-
-def _processor_id() -> str:
-    """Return a short hash of the processor model and its instruction set."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        kinds = ("model name", "flags", "Features", "CPU ")
-        lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        flags = "".join(line for line in lines if line.startswith(kinds))
-    else:
-        flags = platform.processor()
-    return hashlib.sha256((platform.machine() + flags).encode()).hexdigest()[:12]
 
 
 @contextlib.contextmanager
@@ -368,10 +340,10 @@ def _load_program(file: Path) -> Any:
 
 
 def _read_payload(file: Path) -> bytes | None:
-    """Read what `_save_payload` wrote; None if it is missing or its hash does not match."""
+    """Read what `_save_payload` wrote; None if it is missing, damaged or of another version."""
     try:
-        digest, _, payload = file.read_bytes().partition(b"\n")
-        if hashlib.sha256(payload).hexdigest().encode() != digest:
+        first_line, _, payload = file.read_bytes().partition(b"\n")
+        if first_line != _first_line(payload):
             return None
         os.utime(file)
     except OSError:
@@ -391,10 +363,16 @@ def _save_program(file: Path, compiled: Any) -> None:
     _save_payload(file, payload)
 
 
+def _first_line(payload: bytes) -> bytes:
+    """Return the format, its version and the hash of the rest of the file."""
+    mark = PROGRAM.text_mark
+    return " ".join([*mark.values(), hashlib.sha256(payload).hexdigest()]).encode()
+
+
 def _save_payload(file: Path, payload: bytes) -> None:
     try:
         with atomic_file(file) as out:
-            out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+            out.write(_first_line(payload) + b"\n" + payload)
         ours = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
         programs = sorted(ours, key=lambda f: f.stat().st_mtime)
         total = sum(f.stat().st_size for f in programs)

@@ -166,7 +166,11 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"colour": 1}, "unknown field colour"),
     "a missing field": ({"segments": None}, "segments"),
     "another kind": ({"weights": 5}, "weights must be a string, got 5"),
-    "an older version": ({"version": 1}, "format version 1"),
+    "an older version": ({"version": 1}, "written by an older jaxllm (cache format 1;"),
+    "a newer version": (
+        {"version": 3},
+        "newer jaxllm (cache format 3; this version reads up to 2)",
+    ),
     "a field of the model": ({"config": {"colour": 1}}, "the cache's config has"),
     "another dtype": ({"cache_dtype": "float8"}, "cache dtype must be one of"),
     "no segments": ({"segments": 0}, "segments must be"),

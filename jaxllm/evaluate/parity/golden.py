@@ -31,14 +31,13 @@ from jaxllm.files import (
     read_json,
     write_json,
 )
+from jaxllm.files.versions import VECTORS
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import digest, open_tensors, write_tensors
 
-FORMAT = "jaxllm-vectors"
-VERSION = 1
 JSON, TENSORS = "vectors.json", "vectors.safetensors"
 GENERATED_NAME, LOGITS_NAME = "generated", "generated_logits"
 
@@ -136,8 +135,7 @@ def make(
     tensors[GENERATED_NAME] = decoded.token_BN.astype(np.int32)
     tensors[LOGITS_NAME] = decoded.logits_BNV
     header = {
-        "format": FORMAT,
-        "version": VERSION,
+        **VECTORS.mark,
         "made_by": source.name,
         "dtype": source.dtype,
         **_identity(ours),
@@ -168,11 +166,7 @@ def read(directory: Path) -> Vectors:
         raise CheckpointError(f"{directory} is not a directory of test vectors: it has no {JSON}")
     where = str(directory / JSON)
     data = read_json(path_inside(directory, JSON))
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise CheckpointError(
-            f"{where} has the wrong format: got {data.get('format')!r:.40} version"
-            f" {data.get('version')!r:.40}, expected {FORMAT} version {VERSION}"
-        )
+    VECTORS.check(data, directory)
     header: _Header = as_schema(data, _Header, where)
     multihost.check_processes_agree(
         {"vectors": multihost.digest([msgspec.json.encode(header).decode()])}
