@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
 import jaxllm
 from jaxllm.errors import JaxllmError
 from jaxllm.runtime.progress import steps_bar

@@ -166,6 +166,18 @@ def test_speculation_tables_run(capsys: Printed) -> None:
     assert [len(row) for row in rows] == [7, 1, 7, 7, 7, 1, 6, 1] + [6] * 16
 
 
+@pytest.mark.more
+def test_lookup_table_runs_on_a_text(tmp_path: Path, capsys: Printed) -> None:
+    """A text that repeats itself is looked up, and each sampling has a row per rule."""
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cat. " * 20, encoding="utf-8")
+    sizes = ["--prompt=24", "--rows=1", "--new-tokens=8", "--width=2", "--rounds=1"]
+    speculation.main(["--model=demo:gpt2", "--text", str(text), *sizes])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [len(row) for row in rows] == [5, 1] + [5] * 12
+    assert float(rows[3][3]) > 0
+
+
 def test_scale_page_contains_current_simulation_tables() -> None:
     """docs/scale.md has exactly the tables that simulate_serving generates."""
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
