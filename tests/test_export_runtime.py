@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
     "no JSON": (lambda d: (d / "manifest.json").write_text("{"), "is not valid JSON"),
     "format": (lambda d: change(d, lambda m: m.update(format="onnx")), "has format 'onnx'"),
-    "version": (lambda d: change(d, lambda m: m.update(version=9)), "version 9"),
+    "version": (lambda d: change(d, lambda m: m.update(version=9)), ".export format 9;"),
     "key": (lambda d: change(d, lambda m: m.pop("weights")), "missing required field weights"),
     "kind": (lambda d: change(d, lambda m: m.update(steps=[])), "steps must be an object"),
     "step bit": (lambda d: flip(d / "decode.stablehlo"), "decode.stablehlo is damaged"),

@@ -56,8 +56,7 @@ class FileKind:
             if self.unmarked:
                 return 1
             raise CheckpointError(
-                f"{where} is not a {self.what}: its format is {found.get('format')!r:.40}, expected"
-                f" {self.format!r}"
+                f"{where} has format {found.get('format')!r:.40}, expected {self.format!r}"
             )
         version = found.get("version")
         if isinstance(version, str) and version.isdecimal() and len(version) < 10:
@@ -89,6 +88,6 @@ LENS = FileKind("lens", "jaxllm-lens", unmarked=True)
 PART = FileKind("part of a run", "jaxllm-part", unmarked=True)
 PROGRAM = FileKind("compiled program", "jaxllm-program")
 STEERING = FileKind("steering vector", "jaxllm-steering", unmarked=True)
-VECTORS = FileKind("directory of test vectors", "jaxllm-vectors")
+VECTORS = FileKind("test vectors", "jaxllm-vectors")
 
 KINDS = (CHECKPOINT, CACHE, CHAT, EXPORT, JOURNAL, LENS, PART, PROGRAM, STEERING, VECTORS)

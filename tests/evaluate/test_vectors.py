@@ -237,7 +237,7 @@ def test_damaged_vectors_are_refused(frozen: Path, tmp_path: Path) -> None:
         read(broken)
     edits: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "format": (lambda h: h.update(format="other"), "'other'"),
-        "version": (lambda h: h.update(version=9), "version 9"),
+        "version": (lambda h: h.update(version=9), "newer jaxllm .test vectors format 9;"),
         "missing": (lambda h: h.pop("cases"), "missing required field cases"),
         "kind": (lambda h: h.update(cases=[1]), "cases must be an object, got"),
         "field": (lambda h: h.update(colour=1), "unknown field colour"),

@@ -224,8 +224,8 @@ def test_newer_file_is_refused_by_name(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize(
     "found, message",
     [
-        ({}, "is not a cache: its format is None"),
-        ({"format": "jaxllm-lens", "version": 2}, "is not a cache: its format is 'jaxllm-lens'"),
+        ({}, "has format None"),
+        ({"format": "jaxllm-lens", "version": 2}, "has format 'jaxllm-lens'"),
         ({"format": "jaxllm-cache"}, "no valid cache format version: got None"),
         ({"format": "jaxllm-cache", "version": True}, "got True"),
         ({"format": "jaxllm-cache", "version": "2x"}, "got '2x'"),
