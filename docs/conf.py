@@ -21,7 +21,6 @@ project, author, release = "jaxllm", "the authors of jaxllm", jaxllm.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "myst_nb",
     "sphinx_copybutton",
 ]
