@@ -37,8 +37,8 @@ test-full: $(VENV)/.installed-full
 
 # The site, in docs/_build/html; every link within it is followed.
 docs: $(VENV)/.installed-docs
-	rm -rf docs/_build/html
-	$(BIN)/sphinx-build --quiet -W --keep-going -n -c docs . docs/_build/html
+	rm -rf docs/_build
+	$(BIN)/sphinx-build --quiet -W --keep-going -n -c docs -d docs/_build/doctrees . docs/_build/html
 	$(BIN)/python scripts/tools/check_links.py docs/_build/html
 
 # Changed files of every kind, in processes of their own: loaded or refused, and nothing else.

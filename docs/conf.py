@@ -21,7 +21,6 @@ project, author, release = "jaxllm", "the authors of jaxllm", jaxllm.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "myst_nb",
     "sphinx_copybutton",
 ]
@@ -75,10 +74,11 @@ def skip_second_mention(
     return True if is_made or (is_top and app.env.docname != "docs/reference/jaxllm") else None
 
 
-def shorten_module(
+def tidy_docstring(
     app: Sphinx, kind: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
-    """Keep a module's first paragraph: the others are lists of its files."""
+    """Keep a module's first paragraph, without lists of files; keep "k, v: text" together."""
+    lines[:] = [re.sub(r"^( +\w+), (?=\w+: )", r"\1,", line) for line in lines]
     if kind == "module" and "" in lines:
         del lines[lines.index("") :]
 
@@ -120,7 +120,7 @@ def write_extras(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_second_mention)
-    app.connect("autodoc-process-docstring", shorten_module)
+    app.connect("autodoc-process-docstring", tidy_docstring, priority=400)  # before napoleon
     app.connect("missing-reference", resolve_name)
     app.connect("env-updated", check_reference)
     app.connect("build-finished", write_extras)
