@@ -20,6 +20,7 @@ def isa(request: pytest.FixtureRequest, kernels: None) -> str:
     """Select each instruction set in turn; skip those that this machine lacks."""
     name: str = request.param
     if name not in native.available_isas():
-        pytest.skip(f"{name} is not available: it requires {native.INSTRUCTION_SETS[name]}")
+        needs = native.INSTRUCTION_SETS[name]
+        pytest.skip(f"{name} is not available: it requires {needs}, and a build that has it")
     native.isa(name)
     return name
