@@ -4,11 +4,25 @@ Each message names the thing, the value it got, the value it expected and, if po
 """
 
 import difflib
+import linecache
+import traceback
 from collections.abc import Iterable
 
 
 class JaxllmError(ValueError):
     """Base class of every error that jaxllm raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows instead of the traceback: the error, and the line of the cell.
+
+        IPython calls this hook, and keeps the traceback for `traceback.print_last`.
+        """
+        lines = [f"{type(self).__name__}: {self}"]
+        for frame, number in traceback.walk_tb(self.__traceback__):
+            if frame.f_globals.get("__name__") == "__main__":
+                source = linecache.getline(frame.f_code.co_filename, number).strip()
+                lines[1:] = [f"  line {number} of the cell: {source}"]
+        return [*lines, "  Its traceback: import traceback; traceback.print_last()"]
 
 
 class ConfigError(JaxllmError):

@@ -80,6 +80,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules
+from jaxllm.weights.render import render_params
 from jaxllm.weights.replica_check import check_replicas
 from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 
@@ -575,6 +576,9 @@ class LM:
             f" context {self.config.context_length}"
             f"{', adapters ' * bool(self.adapters)}{', '.join(self.adapters)})"
         )
+
+    def _repr_html_(self) -> str:
+        return render_params(repr(self), self.params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt."""

@@ -4,6 +4,7 @@ A slot is described by its position, never by its index, so padding, unequal len
 gaps need no further bookkeeping. Keys are stored already rotated.
 """
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxllm.runtime.validation import check_dtype, check_int
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Placement, list_arrays, put
 from jaxllm.weights.precision import CACHE_DTYPES
+from jaxllm.weights.render import render_table
 
 EMPTY = -1
 MAX_SLOTS = (1 << 31) - 1  # row and slot numbers are int32
@@ -238,6 +240,24 @@ class KVCache(struct.PyTreeNode):
             f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
             f" tail {int(self.cursor)}/{self.capacity}, {size})"
         )
+
+    def _repr_html_(self) -> str:
+        leaves = jax.tree.leaves(self)
+        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if traced or _is_donated(self) or self.cursor.ndim:
+            return f"<code>{html.escape(repr(self))}</code>"
+        rows = []
+        for segment in self.segments:
+            position_BS = to_host(segment.position_BS)
+            counts = (position_BS >= 0).sum(axis=-1)
+            shared = f" (one for {self.batch})" if len(counts) < self.batch else ""
+            tokens = ", ".join(map(str, counts[:8])) + ", ..." * (len(counts) > 8)
+            kind = "tail" if segment is self.tail else "frozen"
+            slots = f"{position_BS.shape[-1]:,}"
+            size = f"{count_bytes(segment):,}"
+            rows.append((kind, f"{len(counts)}{shared}", slots, tokens, size))
+        rows.append(("total", "", f"{self.slots:,}", "", f"{self.nbytes:,}"))
+        return render_table(repr(self), ("segment", "rows", "slots", "tokens", "bytes"), rows)
 
 
 def count_bytes(*values: Any) -> int:

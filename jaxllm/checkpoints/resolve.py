@@ -73,5 +73,8 @@ def _download(text: str) -> Path:
             if len(said) < MAX_ERROR_CHARS
             else said[:MAX_ERROR_CHARS].rpartition(" ")[0] + " ..."
         )
-        raise CheckpointError(f"hf:{text} could not be downloaded: {said}") from error
+        raise CheckpointError(
+            f"hf:{text} could not be downloaded: {said} Without a network, copy the directory from"
+            " a machine that has it (hf download) and load it by its path"
+        ) from error
     return found

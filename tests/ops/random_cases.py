@@ -1,16 +1,17 @@
-"""Seeded random calls of one kernel on one instruction set: `python -m tests.ops.random_cases`.
+"""Seeded random calls of kernels on instruction sets: `python -m tests.ops.random_cases`.
 
 Shapes, unaligned addresses and values of every kind, checked against float64.
-`scripts/tools/sanitize.py` runs this with instrumented kernels.
+`scripts/tools/sanitize.py` runs this with instrumented kernels, `cibuildwheel` with those of a wheel.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 
 import numpy as np
 
-from jaxllm.ops.native import Kind
+from jaxllm.ops.native import Kind, available_isas
 from tests.ops.ctypes_kernels import Matrix, attend, bfloat16, placed, product, widen
 from tests.ops.samples import (
     FORMATS,
@@ -100,21 +101,25 @@ KERNELS: dict[str, Callable[[Rng, str], bool]] = {
 
 
 def main() -> int:
-    """Print the seed of each wrong result; return 1 if there is one."""
+    """Print the seed of each wrong result; return 1 if there is one, or if there are no kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kernel", choices=KERNELS)
-    parser.add_argument("isa")
+    parser.add_argument("kernel", nargs="?", choices=KERNELS, help="default: each")
+    parser.add_argument("isa", nargs="?", help="default: each of this machine")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    wrong = []
-    for case in range(asked.cases):
+    kernels = [asked.kernel] if asked.kernel else list(KERNELS)
+    isas = [asked.isa] if asked.isa else available_isas()
+    wrong = 0
+    for kernel, isa, case in itertools.product(kernels, isas, range(asked.cases)):
         with np.errstate(all="ignore"):
-            if not KERNELS[asked.kernel](np.random.default_rng([asked.seed, case]), asked.isa):
-                wrong.append(case)
-    for case in wrong:
-        print(f"wrong answer: {asked.kernel} on {asked.isa}, seed {asked.seed}, case {case}")
-    return bool(wrong)
+            right = KERNELS[kernel](np.random.default_rng([asked.seed, case]), isa)
+        if not right:
+            print(f"wrong answer: {kernel} on {isa}, seed {asked.seed}, case {case}")
+            wrong += 1
+    if not isas:
+        print("no kernels were found")
+    return bool(wrong) or not isas
 
 
 if __name__ == "__main__":
