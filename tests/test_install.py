@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jaxllm.checkpoints.resolve import DEMO_DIR
-from jaxllm.ops.native import INSTRUCTION_SETS
+from jaxllm.ops.native import INSTRUCTION_SETS, available_isas
 from tests.conftest import ROOT
 from tests.tiny_models import load_twin
 
@@ -115,6 +115,7 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
         pytest.skip("no C++ compiler found")
     built, _ = wheel(sources, tmp_path / "wheels")
     names = built.namelist()
+    assert "-py3-none-" in str(built.filename)  # for every Python
     assert "jaxllm/ops/native/_kernels.so" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
     page = {f"jaxllm/server/page/{name}" for name in ("index.html", "page.js", "page.css")}
@@ -124,3 +125,24 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
     assert generates_story(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))
     assert facts["kernels"] in INSTRUCTION_SETS
+
+
+def test_choice_of_sets_builds_those_of_this_processor(tmp_path: Path) -> None:
+    """JAXLLM_SETS=machine configures the sets that the processor runs, best only portable and the
+    last of them (with the set that the matrix unit adds to).
+    """
+    if shutil.which("cmake") is None or shutil.which("c++") is None:
+        pytest.skip("cmake or a C++ compiler is not installed")
+
+    def configured(choice: str) -> list[str]:
+        folder = tmp_path / choice
+        command = ["cmake", "-S", ROOT, "-B", folder, f"-DJAXLLM_SETS={choice}"]
+        command += [f"-DPython_EXECUTABLE={sys.executable}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.split("Instruction sets: ")[1].splitlines()[0].split(";")
+
+    every, machine, best = (configured(choice) for choice in ("all", "machine", "best"))
+    assert [name for name in every if name in machine] == machine
+    assert best[0] == "portable" and machine[-1] in best and len(best) <= 3
+    if available_isas() and "JAXLLM_ISA" not in os.environ:
+        assert set(available_isas()) <= set(machine)

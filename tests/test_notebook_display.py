@@ -46,7 +46,7 @@ def test_model_table_counts_every_array_once(demo: jaxllm.LM) -> None:
     leaves = jax.tree.leaves(demo.params)
     assert sizes[-1] == sum(sizes[:-1]) == sum(x.nbytes for x in leaves)
     layers = demo.config.num_hidden_layers
-    kind = ["layers.*.mlp.up_proj.weight", str(layers), "384 × 128", "int8"]
+    kind = ["layers.*.mlp.up_proj.weight", str(layers), "384 x 128", "int8"]
     assert kind in [row[:4] for row in rows]
 
 
@@ -54,7 +54,7 @@ def test_tables_escape_all_text() -> None:
     """A name of a weight or a directory cannot add HTML."""
     page = render_params("<b>&", {"<script>": np.zeros((2, 3), np.float32)})
     assert "<script>" not in page and "<b>" not in page
-    assert Cells(page).rows[1] == ["<script>", "1", "2 × 3", "float32", "24"]
+    assert Cells(page).rows[1] == ["<script>", "1", "2 x 3", "float32", "24"]
     assert "<i>" not in render_table("", ("<i>",), [])
 
 

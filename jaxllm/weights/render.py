@@ -31,7 +31,7 @@ def render_params(title: str, params: Mapping[str, Any]) -> str:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for path, leaf in flatten(params):
         weight = as_weight(leaf)
-        shape = " × ".join(map(str, weight.shape))
+        shape = " x ".join(map(str, weight.shape))
         key = (_NUMBER.sub(".*", path), shape, weight.format)
         groups.setdefault(key, []).append(weight.nbytes)
     rows = [

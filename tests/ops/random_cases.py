@@ -1,7 +1,7 @@
 """Seeded random calls of kernels on instruction sets: `python -m tests.ops.random_cases`.
 
 Shapes, unaligned addresses and values of every kind, checked against float64.
-`scripts/tools/sanitize.py` runs this with instrumented kernels, `cibuildwheel` with those of a wheel.
+`scripts/tools/sanitize.py` runs this with instrumented kernels, cibuildwheel with a wheel's.
 """
 
 import argparse
