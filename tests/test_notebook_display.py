@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,7 +75,8 @@ def test_cache_table_shows_segments_of_forks(demo: jaxllm.LM) -> None:
 
 
 @pytest.fixture
-def shell() -> Any:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
 
