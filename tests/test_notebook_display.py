@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 import jaxllm
+from jaxllm.cache import fork
 from jaxllm.generation.options import OPTIONS
 from jaxllm.weights.render import render_params, render_table
 
@@ -62,7 +64,7 @@ def test_cache_table_shows_segments_of_forks(demo: jaxllm.LM) -> None:
     """A fork's rows share a frozen segment, which counts once; a traced cache is one line."""
     cache = demo.init_cache(1, capacity=16)
     _, cache = jaxllm.prefill(demo.model, demo.params, cache, [[1, 2, 3]])
-    cache = jaxllm.fork(cache, 3, capacity=8)
+    cache = fork(cache, 3, capacity=8)
     rows = Cells(cache._repr_html_()).rows[1:]
     assert rows[0][:2] == ["frozen", "1 (one for 3)"] and rows[0][3] == "3"
     assert rows[1][:4] == ["tail", "3", "8", "0, 0, 0"]
@@ -73,7 +75,8 @@ def test_cache_table_shows_segments_of_forks(demo: jaxllm.LM) -> None:
 
 
 @pytest.fixture
-def shell() -> Any:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
 
