@@ -16,7 +16,7 @@ constexpr int64_t kTile = kStrip, kTiles = 2;  // rows of a tile; tiles multipli
 constexpr int64_t kTileFloats = kTile * kTile;
 
 // Weight rows per block: many if there are more than two strips of inputs, so that these are read rarely.
-constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
+constexpr int64_t kFew = kTile, kMost = 4 * kTiles * kTile;
 
 // Bytes of a row that are written or read at once: those of a block should fit the L1 cache, or the L2 cache besides
 // many strips.
