@@ -181,7 +181,7 @@ def _find_shadow(name: str) -> Path | None:
     """Return the folder that a package is imported from, unless it is the installed one."""
     try:
         spec, root = importlib.util.find_spec(name), _find_root(name)
-    except (ImportError, ValueError):  # missing, which is an error of its own
+    except (ImportError, ValueError):  # missing: reported as an error elsewhere
         return None
     folder = Path(spec.origin).resolve().parent if spec and spec.origin else root / name
     return None if folder.parent == root else folder

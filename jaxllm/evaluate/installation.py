@@ -2,7 +2,7 @@
 
     python -m jaxllm.evaluate.installation [--quick] [STAGE ...]
 
-It runs in a process of its own, since a broken library can end it. It prints a JSON line before
+`jaxllm doctor` starts it as a separate process, since a broken library can end it. It prints a JSON line before
 and after each stage, so that the last line names the one that ended it; the stages in the
 arguments are left out, and with --quick those that compute.
 

@@ -38,7 +38,7 @@ class FileKind:
 
     @property
     def text_mark(self) -> dict[str, str]:
-        """The mark in a safetensors file, whose metadata are strings."""
+        """The mark in a safetensors file, where all metadata must be strings."""
         return {name: str(value) for name, value in self.mark.items()}
 
     def check(self, found: Mapping[str, Any], where: str | Path) -> int:

@@ -93,7 +93,7 @@ def run_model(
 
     Args:
         length_B: the length of the whole text if these tokens are one chunk of it.
-        column_B: the column of each row whose logits to compute; by default all.
+        column_B: compute the logits of this column of each row; by default of all.
         memory: the cache's memory, for models that have one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
         row_B: the row of the segments that each row of tokens reads; by default its own.

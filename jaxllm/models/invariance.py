@@ -25,9 +25,9 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
     """Whether a text has the same bits alone, among others, and cut into any steps.
 
     That needs the native kernels, one device, attention to all of the text or a window of it,
-    weights that the kernels read, no exact GELU (GPT-NeoX), and `Precision.invariant` or an
-    instruction set whose one kernel multiplies any number of these rows anyway: those without a
-    matrix unit, for most formats.
+    weights that the kernels read, and no exact GELU (GPT-NeoX). It also needs
+    `Precision.invariant`, unless the instruction set uses one kernel for any number of rows: sets
+    without a matrix unit do, for most formats.
     """
     config, precision = model.config, model.precision
     if not native.is_enabled() or model.is_sharded:

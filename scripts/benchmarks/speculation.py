@@ -6,7 +6,7 @@ Drafts: the model itself in int4, pruned (2:4 by magnitude), and lookup in the t
 beginnings of stories. The first Markdown table has the accepted share of the proposed tokens, of
 both rules of `speculative_generate`, and in brackets the tokens per pass of the model. The second
 has what `LM.serve` generates per second of processor time, with and without a draft: stories, and
-records whose form a regular expression prescribes. With `--text FILE`, the only table has what
+records that match a regular expression. With `--text FILE`, there is one table: what
 `LM.generate` generates per second of processor time after pieces of that text, alone and by lookup,
 by rule. One decision: rounds of all drafts alternate in one process, after one of each that
 compiles, and medians are reported.

@@ -216,7 +216,7 @@ def _admit_request(
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
     weights = [x for names in edits.sites for x in names if split_name(x)[1] in WEIGHT_SITES]
-    if weights:  # all rows would leave the attention kernel, whose bits do not depend on others
+    if weights:  # every row would then run without the attention kernel, with other bits
         raise SamplingError(
             f"a request of serve cannot edit {weights[0]}, which would change the bits of other"
             " requests. Use generate"
