@@ -2,9 +2,9 @@
 
     python -m jaxllm.evaluate.installation [--quick] [STAGE ...]
 
-`jaxllm doctor` starts it as a separate process, since a broken library can end it. It prints a JSON line before
-and after each stage, so that the last line names the one that ended it; the stages in the
-arguments are left out, and with --quick those that compute.
+`jaxllm doctor` starts it as a separate process, since a broken library can end it. It prints a JSON
+line before and after each stage, so that the last line names the one that ended it; the stages in
+the arguments are left out, and with --quick those that compute.
 
 The kernels of a set are compared with float64 where they add, within the bound that `ops.native`
 documents, and bit for bit with those of the portable set where they do not.
