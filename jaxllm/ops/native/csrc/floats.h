@@ -49,7 +49,7 @@ struct Plain {
   int64_t distance;
   explicit Plain(const Weight& w) : w(w), distance(distance_of(w.stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride, distance}; }
+  JAXLLM_INLINE Row row(int64_t o, int) const { return {w.data + o * w.stride, distance}; }
 };
 
 template <Kind K, bool Pairs>

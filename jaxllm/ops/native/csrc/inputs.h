@@ -46,7 +46,7 @@ inline const Order* order_of(const Weight& w, bool pairs) {
 }
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {
-  return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Block) : stride_of(in) * (pairs(w, in) ? 2 : 4));
+  return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Digits) : stride_of(in) * (pairs(w, in) ? 2 : 4));
 }
 
 template <class T>
@@ -76,7 +76,7 @@ inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end
       continue;
     }
     for (int64_t b = 0; b < count; b++)
-      write_block(w, x + kRounded * b, in.codes, static_cast<Block*>(prepared)[r * count + b]);
+      write_block(w, x + kRounded * b, in.codes, static_cast<Digits*>(prepared)[r * count + b]);
   }
 }
 

@@ -32,9 +32,9 @@ struct Groups {
     return how.floats(static_cast<const float*>(row.scales) + (c >> shift));
   }
   JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
-  GroupRow row(int64_t o) const {
+  GroupRow row(int64_t o, int i) const {
     if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
-    float* to = memory + o % 4 * stride;
+    float* to = memory + i * stride;
     scales_of(w, o, 1, to);
     return {to, w.zero + o * w.groups};
   }
@@ -97,9 +97,9 @@ struct Int8 {
   Groups groups;
   Int8(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, Unit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const {
+  JAXLLM_INLINE Row row(int64_t o, int i) const {
     return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
-            S == Scales::kUnit && !Blocks ? groups.row(o) : GroupRow{}};
+            S == Scales::kUnit && !Blocks ? groups.row(o, i) : GroupRow{}};
   }
 };
 
@@ -137,7 +137,9 @@ struct Int4 {
   Nibbles<Zero> nibbles;
   Int4(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, kUnit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, Blocks ? GroupRow{} : groups.row(o)}; }
+  JAXLLM_INLINE Row row(int64_t o, int i) const {
+    return {this, w.data + o * w.stride, Blocks ? GroupRow{} : groups.row(o, i)};
+  }
 };
 
 template <bool Pairs>

@@ -1,13 +1,17 @@
-// The kernels of avx512-bf16, and products of many rows by AMX.
+// The kernels of avx512-vnni, products of many rows by AMX, and attention by pairs of bfloat16. Few rows are multiplied
+// as floats: Sapphire Rapids multiplies twice as many of them a cycle as numbers in pairs.
 #include "matrices.h"
+
+#include "attention.h"
 
 namespace jaxllm {
 
-const Kernels* avx512_bf16_kernels();
+const Kernels* avx512_vnni_kernels();
 
 const Kernels* avx512_amx_kernels() {
   static const Kernels kernels = [] {
-    Kernels all = *avx512_bf16_kernels();
+    Kernels all = *avx512_vnni_kernels();
+    all.fold = fold;
     all.many = {by_matrix, matrix_bytes, prepare_matrix, multiply_matrix};
     return all;
   }();

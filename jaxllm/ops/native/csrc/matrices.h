@@ -107,7 +107,7 @@ struct PackedPanels {
   Packed<true>::Row row[kMost];
 
   explicit PackedPanels(const Weight& w) : source(w) {}
-  void start(int64_t i, int64_t o) { row[i] = source.row(o); }
+  void start(int64_t i, int64_t o) { row[i] = source.row(o, 0); }
   bool in_place(int64_t, int64_t) const { return false; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
     ask(row[i].bytes + c, columns, source.w.stride);

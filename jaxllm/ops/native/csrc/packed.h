@@ -62,7 +62,7 @@ struct Packed {
   explicit Packed(const Weight& w)
       : w(w), exponents(w.base), distance(distance_of(w.stride)), nibble_distance(distance_of(w.nibble_stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const {
+  JAXLLM_INLINE Row row(int64_t o, int) const {
     const Range range = escapes_of(w, o);
     Row row = {this, w.data + o * w.stride, w.nibbles + o * w.nibble_stride, range.begin, range.end, 0};
     row.next = row.column();

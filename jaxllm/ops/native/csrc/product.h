@@ -8,7 +8,8 @@
 //                  unit.
 //   kMany          whether there are more input rows than a tile has.
 //   kTail          whether rows may end within a chunk, without zero padding.
-//   Row            row(o): a row's address. fetch(c) prefetches a later row's chunk, load(c, values) reads a unit's
+//   Row            row(o, i): a row's address, for the tile's row i. fetch(c) prefetches a later row's chunk, load(c,
+//   values) reads a unit's
 //                  columns from c on, scale(c) its scales.
 // The source defines the order of columns within a unit; the input is put in the same (inputs.h).
 #pragma once
@@ -68,7 +69,7 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
   constexpr bool kParts = S::kScales == Scales::kUnit;
-  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? O : 1, kPart = N;
+  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? (N * O > 16 ? O / 2 : O) : 1, kPart = N;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
@@ -97,13 +98,13 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
 }
 
 template <class S, int O, int R>
-void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
+void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, const TileRows& o, int64_t r, float* y) {
   typedef typename S::Row Row;
   Row row[O];
   Floats sum[O][R];
   clear(sum);
   JAXLLM_UNROLL
-  for (int i = 0; i < O; i++) row[i] = source.row(o + i);
+  for (int i = 0; i < O; i++) row[i] = source.row(o[i], i);
   x += r * x_stride;
   const int64_t whole = S::kTail ? w.columns / S::kChunk * S::kChunk : w.columns;
   for (int64_t c = 0; c < whole; c += S::kChunk) {
@@ -142,7 +143,7 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   constexpr int kOne = kParts && kSmall ? 1 : 4, kMost = !kParts ? (kSmall ? 2 : 4) : (kSmall ? 1 : 2);
   constexpr int kFew = !kParts && kSmall ? 3 : kMost;
   blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<kOne, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    tiles<kOne, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
       tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);
     });
   });
@@ -179,7 +180,7 @@ struct Expanded {
   const uint8_t* data;
   int64_t stride, first;
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
+  JAXLLM_INLINE Row row(int64_t o, int i) const { return {data + (o - first) * stride, source.row(o, i)}; }
 };
 
 // The same if decoding values is expensive: done once for many rows, unless pairs have scales, which cost more than
@@ -196,7 +197,7 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
   for (int64_t b = begin; b < end; b += most) {
     const int64_t stop = b + most < end ? b + most : end;
     for (int64_t o = b; o < stop; o++) {
-      typename S::Row row = source.row(o);
+      typename S::Row row = source.row(o, 0);
       uint8_t* to = values + (o - b) * stride;
       for (int64_t c = 0; c < w.columns; c += S::kChunk) {
         row.fetch(c);

@@ -12,7 +12,7 @@ namespace {
 // for 4-bit weights with a zero point, the contribution of each unit of it. `whole`: the total, over lanes.
 constexpr int64_t kChunks = kRounded / 128;
 
-struct alignas(64) Block {
+struct alignas(64) Digits {
   int8_t digit[kChunks][128];
   int32_t bias[kChunks][32];
   int32_t whole[kLanes];
@@ -54,7 +54,7 @@ inline float write_codes(const float* x, int8_t* digit) {
   return 1;
 }
 
-inline void write_block(const Weight& w, const float* x, bool codes, Block& out) {
+inline void write_block(const Weight& w, const float* x, bool codes, Digits& out) {
   const bool four = w.kind == Kind::kInt4;
   int8_t digit[kRounded];
   memset(&out, 0, sizeof out);
@@ -86,19 +86,19 @@ JAXLLM_INLINE int32_t exact_sum(Ints v) {
 
 // Codes: inputs are codes and rows have one scale, so sums are scaled once, at the end.
 template <int O, int R, Read W, bool Codes>
-void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r,
-                  float* y) {
+void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, int64_t chunks, const TileRows& o,
+                  int64_t r, float* y) {
   constexpr bool kFour = four_bits(W), kRow = W == Read::kInt8Row;
   constexpr bool kBlocks = W == Read::kInt8Blocks || W == Read::kInt4Blocks;
   constexpr int kBits = kFour ? 4 : 8, kChunkBytes = kBlocks ? 4 * block_bytes(kBits) : 16 * kBits;
   constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share loads of x
   constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
   const int64_t blocks = (chunks + kChunks - 1) / kChunks;
-  const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
+  const Digits* x = reinterpret_cast<const Digits*>(prepared) + r * blocks;
   const int64_t distance = r ? 0 : distance_of(w.stride);
   GroupRow group[O];
   JAXLLM_UNROLL
-  for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o + i);
+  for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o[i], i);
   Floats total[O][R];
   Ints exact[O][R];
   clear(total);
@@ -118,7 +118,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
       const uint8_t* line[P];
       JAXLLM_UNROLL
       for (int p = 0; p < P; p++) {
-        line[p] = w.data + (o + i + p) * w.stride + kChunkBytes * (b * kChunks + c);
+        line[p] = w.data + o[i + p] * w.stride + kChunkBytes * (b * kChunks + c);
         for (int at = 0; at < kChunkBytes; at += 64) ahead(line[p] + at, distance);
       }
       JAXLLM_UNROLL
@@ -141,7 +141,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
         }
         JAXLLM_UNROLL
         for (int j = 0; j < R; j++) {
-          const Block& in = x[j * blocks + b];
+          const Digits& in = x[j * blocks + b];
           const Bytes here = load<Bytes>(&in.digit[c][v * kBytes]);
           Bytes there;
           if (kFour) there = load<Bytes>(&in.digit[c][64 + v * kBytes]);
@@ -168,7 +168,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
     for (int j = 0; j < R; j++) exact[i][j] += all[i][j];
     JAXLLM_UNROLL
     for (int i = 0; i < O && !Codes; i++) {
-      const Floats scale = all_of(kRow ? scale_at(w, o + i) : 1);
+      const Floats scale = all_of(kRow ? scale_at(w, o[i]) : 1);
       JAXLLM_UNROLL
       for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that anything else overflows
         const Floats block = kRow ? to_floats(all[i][j]) * scale : part[i][j];
@@ -178,8 +178,8 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
   }
   if (!Codes) return put(total, w, o, r, false, y);
   for (int i = 0; i < O; i++) {
-    const float scale = w.groups ? scale_at(w, o + i) : 0;  // there is none without columns
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = float(exact_sum(exact[i][j])) * scale;
+    const float scale = w.groups ? scale_at(w, o[i]) : 0;  // there is none without columns
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o[i]] = float(exact_sum(exact[i][j])) * scale;
   }
 }
 
@@ -190,7 +190,7 @@ void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t b
   const Groups groups = groups_of(w, in, kFour ? 2 * kBytes : kBytes);
   const int64_t chunks = up(in.columns, 128) / 128;
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
       rounded_tile<O, R, W, Codes>(w, groups, x, chunks, o, r, y);
     });
   });

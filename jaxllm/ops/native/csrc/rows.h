@@ -13,7 +13,7 @@ inline void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, fl
   const uint8_t* row = w.data + o * w.stride;
   if (w.kind == Kind::kPacked) {
     const Packed<false> source(w);
-    Packed<false>::Row packed = source.row(o);
+    Packed<false>::Row packed = source.row(o, 0);
     for (int64_t c = from; c < from + count; c += 64) {
       Halves some[Packed<false>::kValues];
       packed.load(c, some);

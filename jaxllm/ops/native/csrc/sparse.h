@@ -255,7 +255,9 @@ struct Sparse {
   int64_t distance, mask_distance;
   explicit Sparse(const Weight& w) : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {numbers_of<T, TwoOfFour, Spread>(w, o), distance, mask_distance}; }
+  JAXLLM_INLINE Row row(int64_t o, int) const {
+    return {numbers_of<T, TwoOfFour, Spread>(w, o), distance, mask_distance};
+  }
 };
 
 // Lanes whose highest bytes are numbers, as floats: integers stay 2^24 times as large.
@@ -303,7 +305,9 @@ struct ByEights {
   explicit ByEights(const Weight& w)
       : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {numbers_of<T, TwoOfFour, false>(w, o), distance, mask_distance}; }
+  JAXLLM_INLINE Row row(int64_t o, int) const {
+    return {numbers_of<T, TwoOfFour, false>(w, o), distance, mask_distance};
+  }
 };
 
 // The same floats of decoded rows. Large registers read bfloat16 as halves, which is cheaper: `write` puts the floats
@@ -333,12 +337,12 @@ struct Decoded {
   };
   const Weight& w;
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride}; }
+  JAXLLM_INLINE Row row(int64_t o, int) const { return {w.data + o * w.stride}; }
 
   template <bool TwoOfFour>
   static void write(const Weight& w, int64_t o, uint8_t* to) {
     if constexpr (!kJoined) return write_row(w, o, to);
-    auto row = ByEights<T, TwoOfFour>(w).row(o);
+    auto row = ByEights<T, TwoOfFour>(w).row(o, 0);
     for (int64_t c = 0; c < w.columns; c += 128) {
       row.fetch(c);
       JAXLLM_UNROLL

@@ -13,16 +13,21 @@ struct Int {
   constexpr operator int() const { return N; }
 };
 
-// Rows are short and several are walked at once, so the processor's own prefetchers see little but
-// beginnings. Each line that is read prefetches the one that a later tile reads in its place, into
-// the L2 cache, which keeps more requests in flight than L1.
+// Each line that is read prefetches a later one into the L2 cache, which keeps more requests in flight than L1.
 JAXLLM_INLINE void ahead(const uint8_t* line, int64_t distance) {
   if (distance) __builtin_prefetch(line + distance, 0, 2);
 }
 
-// Distance to that later tile, in tiles of four rows: at least 8 kB, whose reading takes about one
-// memory latency.
-inline int64_t distance_of(int64_t stride) { return stride ? up(8 << 10, 4 * stride) : 0; }
+// Distance to that later line. Reading so much takes about one memory latency, since a tile's rows are four times it.
+inline int64_t distance_of(int64_t stride) { return stride ? 2 << 10 : 0; }
+
+// A tile's O weight rows: o, o + step, ... They are far from each other, and the next tile's follow them. So memory is
+// read in O streams without gaps, each in pages of its own, which the processor's own prefetchers follow: a core
+// reads 1.1 to 1.4 times as fast as from neighboring rows.
+struct TileRows {
+  int64_t o, step;
+  JAXLLM_INLINE int64_t operator[](int i) const { return o + i * step; }
+};
 
 // A tile's sums, one for each of its outputs: kept in registers where all loops over them are
 // unrolled.
@@ -34,24 +39,27 @@ JAXLLM_INLINE void clear(Floats (&sum)[O][R]) {
 }
 
 template <int O, int R>
-JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, int64_t o, int64_t r, bool scaled, float* y) {
+JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, const TileRows& o, int64_t r, bool scaled, float* y) {
   JAXLLM_UNROLL
   for (int i = 0; i < O; i++) JAXLLM_UNROLL
   for (int j = 0; j < R; j++) {
     const float whole = sum(of[i][j]);
-    y[(r + j) * w.rows + o + i] = scaled && w.groups ? whole * scale_at(w, o + i) : whole;
+    y[(r + j) * w.rows + o[i]] = scaled && w.groups ? whole * scale_at(w, o[i]) : whole;
   }
 }
 
-// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: `Most` by four, `Few` by two or three, `One` by
-// one. The remainder is computed in overlapping tiles, or row by row: an output's bits are the same in any tile.
+// Calls tile(Int<O>, Int<R>, rows, r) over rows begin <= o < end and all rows: `Most` by four, `Few` by two or three,
+// `One` by one. The remainder is computed in overlapping tiles, or row by row: an output's bits are the same in any
+// tile.
 template <int One, int Few, int Most, bool Many, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
     constexpr int O = R == 1 ? One : (R < 4 ? Few : Most);
-    for (int64_t o = begin; o < end && end - begin >= O; o += O) tile(Int<O>(), R, o + O <= end ? o : end - O, r);
-    for (int64_t o = begin; o < end && end - begin < O; o++)
-      for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), o, r + j);
+    const int64_t step = (end - begin) / O;
+    for (int64_t i = 0; i < step; i++) tile(Int<O>(), R, TileRows{begin + i, step}, r);
+    if (step && begin + O * step < end) return tile(Int<O>(), R, TileRows{end - O, 1}, r);
+    for (int64_t o = begin + O * step; o < end; o++)
+      for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), TileRows{o, 1}, r + j);
   };
   for (int64_t r = 0; r < rows && rows >= 4; r += 4) down(Int<4>(), r + 4 <= rows ? r : rows - 4);
   if constexpr (!Many) {

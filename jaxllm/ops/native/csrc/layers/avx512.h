@@ -188,6 +188,7 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
   }
 };
 
+#ifdef JAXLLM_PAIRS
 // Value n takes bits 4 n to 4 n + 3 of each word of 16.
 typedef Halves NibbleValue;
 constexpr int nibble_column(int i) { return i % 32 / 8 * 32 + i / 32 % 2 * 16 + i % 8 * 2 + i / 64; }
@@ -219,6 +220,31 @@ struct Nibbles {
     }
   }
 };
+#else
+// Value n takes bits 4 n to 4 n + 3 of each lane.
+typedef Floats NibbleValue;
+constexpr int nibble_column(int i) { return i % 16 / 4 * 32 + i / 16 % 2 * 16 + i % 4 * 4 + i / 32; }
+
+template <bool Zero>
+struct Nibbles {
+  __m512 table;  // by the lowest four bits of a lane: q - 8, or q
+
+  Nibbles() {
+    alignas(64) float values[16];
+    for (int i = 0; i < 16; i++) values[i] = float(Zero ? i : i - 8);
+    table = _mm512_load_ps(values);
+  }
+
+  JAXLLM_INLINE void values(Bytes q, Ints zero, Floats (&out)[8]) const {
+    const __m512i lane = __m512i(q);
+    JAXLLM_UNROLL
+    for (int n = 0; n < 8; n++) {
+      out[n] = _mm512_permutexvar_ps(n ? _mm512_srli_epi32(lane, 4 * n) : lane, table);
+      if (Zero) out[n] -= _mm512_cvtepi32_ps(__m512i(zero));
+    }
+  }
+};
+#endif
 
 struct Spread {
   static constexpr bool kHalves = true;
