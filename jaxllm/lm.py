@@ -597,7 +597,8 @@ def load(
         keep_programs: save the programs that this process compiles from now on, so that the next
             process starts faster, as commands do: True for the user's cache directory, or a folder
             (`jaxllm.ops.compile_cache.enable_compile_cache`).
-        show_progress: show a progress bar; by default if stderr is a terminal.
+        show_progress: show a progress bar; by default on a terminal, and in a notebook after two
+            seconds.
 
     Raises:
         CheckpointError: for invalid files, with all complaints.

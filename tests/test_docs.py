@@ -5,6 +5,8 @@ import importlib
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -280,6 +282,19 @@ def test_each_task_leads_to_something_to_paste() -> None:
     for file, anchor in tasks:
         body = sections(ROOT / "docs" / file)[anchor]
         assert re.search(r"^```(python|sh|bash)$|^\$ jaxllm", body, re.M), (file, anchor)
+
+
+def test_pasted_sections_need_no_other(tmp_path: Path) -> None:
+    """The code behind each link of "How do I ...?" uses no name of an earlier section."""
+    text = (ROOT / "docs" / "how_do_i.md").read_text(encoding="utf-8")
+    tasks = re.findall(r"\]\((\w+\.md)#([\w-]+)\)", text)
+    for file, anchor in {*tasks} - {(Path(FAMILY).name, "2-the-module-15-minutes")}:
+        body = sections(ROOT / "docs" / file)[anchor]
+        blocks = re.findall(r"^```python\n(.*?)^```$", body, re.M | re.S)
+        (tmp_path / f"{anchor}.py").write_text("".join(blocks))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", str(tmp_path)]
+    done = subprocess.run(ruff, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_llama_cpp_table_names_options_that_exist() -> None:

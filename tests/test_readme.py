@@ -37,6 +37,7 @@ PAGES = (
             "quantization",
             "rl",
             "steering",
+            "training",
             "trees",
             "tutorial",
         ]
@@ -54,8 +55,9 @@ OUTPUTS = {  # files that the commands of a page write
     "docs/quantization.md": ("story-int4/config.json",),
     "docs/rl.md": ("tuned/config.json", "rl.png"),
     "docs/steering.md": ("boy.gguf",),
+    "docs/training.md": ("pirate/adapter_config.json", "story-half/config.json"),
 }
-COMMAND = re.compile(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed) ")
+COMMAND = re.compile(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed|printf) ")
 
 
 def run_in_shell(command: str, folder: Path) -> None:

@@ -93,7 +93,7 @@ def patch_sites(
         positions: Each a position, or a list of positions to patch at once. Default: all, singly.
         heads: Heads to patch singly, at sites that have heads. Default: all at once.
         batch_tokens: Most tokens that run at once, which bounds memory.
-        show_progress: None shows a progress bar if stderr is a terminal.
+        show_progress: None shows a progress bar on a terminal or in a notebook.
 
     Raises:
         ConfigError: for an unknown site, layer, position or head, and attention scores and weights.

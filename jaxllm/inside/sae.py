@@ -184,7 +184,7 @@ def train_autoencoder(
         l1: Weight of the sparsity penalty, with ReLU.
         batch: Activations in a step, drawn at random.
         site: The site's name, to be kept in the file.
-        show_progress: None shows a progress bar if stderr is a terminal.
+        show_progress: None shows a progress bar on a terminal or in a notebook.
 
     Raises ConfigError for values that cannot be trained on.
     """

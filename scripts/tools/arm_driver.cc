@@ -9,14 +9,20 @@
 
 #include "layout.h"
 
+using jaxllm::Kernels;
+
+#ifdef JAXLLM_LIBRARY  // a library of a wheel, which detects what the processor supports
+extern "C" const Kernels* jaxllm_kernels(const char* name);
+#define KERNELS(set, name) jaxllm_kernels(name)
+#else
 namespace jaxllm {
 const Kernels* portable_kernels();
 const Kernels* neon_kernels();
 const Kernels* neon_dot_kernels();
 const Kernels* neon_bf16_kernels();
 }  // namespace jaxllm
-
-using jaxllm::Kernels;
+#define KERNELS(set, name) jaxllm::set##_kernels()
+#endif
 
 struct Reader {
   std::vector<char> bytes;
@@ -181,12 +187,17 @@ int main(int count, char** arguments) {
   const struct {
     const char* name;
     const Kernels* kernels;
-  } sets[] = {{"portable", jaxllm::portable_kernels()},
-              {"neon", jaxllm::neon_kernels()},
-              {"neon-dot", jaxllm::neon_dot_kernels()},
-              {"neon-bf16", jaxllm::neon_bf16_kernels()}};
+  } sets[] = {{"portable", KERNELS(portable, "portable")},
+              {"neon", KERNELS(neon, "neon")},
+              {"neon-dot", KERNELS(neon_dot, "neon-dot")},
+              {"neon-bf16", KERNELS(neon_bf16, "neon-bf16")}};
   int failed = 0;
   for (const auto& set : sets) {
+    if (!set.kernels) {
+      std::printf("%s: missing\n", set.name);
+      failed++;
+      continue;
+    }
     Reader in = all;
     int cases = 0, wrong = 0;
     for (; in.at < in.bytes.size(); cases++) {

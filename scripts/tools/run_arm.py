@@ -2,7 +2,8 @@
 
 Debian's g++-aarch64-linux-gnu builds them with `arm_driver.cc`, and qemu-user runs the driver on
 seeded random cases. One decision: this script computes the expected results in float64, so that the
-driver only compares. The exit status is 1 if a result is wrong.
+driver only compares. The exit status is 1 if a result is wrong. `--library _kernels.so` runs the
+cases on the library of a wheel instead.
 """
 
 import argparse
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SOURCES = ROOT / "jaxllm" / "ops" / "native" / "csrc"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+SYSROOT = "/usr/aarch64-linux-gnu"  # the libraries that Debian's compiler links
 SETS = {  # as in CMakeLists.txt
     "portable": ("portable", []),
     "neon": ("neon", []),
@@ -33,8 +35,8 @@ class Missing(Exception):
     """A required program is not installed."""
 
 
-def build(folder: Path) -> Path:
-    """Build the driver; return its path.
+def build(folder: Path, library: Path | None) -> Path:
+    """Build the driver, with the kernels of the sources or of a library; return its path.
 
     Raises:
         Missing: if the compiler or the emulator is not installed.
@@ -53,11 +55,14 @@ def build(folder: Path) -> Path:
         )
         return out
 
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_set, SETS))
+    if library:
+        kernels = ["-DJAXLLM_LIBRARY", str(library), f"-Wl,-rpath,{library.parent}"]
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            kernels = ["-static", *pool.map(compile_set, SETS)]
     driver = folder / "driver"
     source = str(ROOT / "scripts" / "tools" / "arm_driver.cc")
-    subprocess.run([*options, "-static", source, *objects, "-o", str(driver)], check=True)
+    subprocess.run([*options, source, *kernels, "-o", str(driver)], check=True)
     return driver
 
 
@@ -153,26 +158,28 @@ def pack_cases(seed: int) -> bytes:
     return b"".join(out)
 
 
-def run(folder: Path, seed: int) -> tuple[int, str]:
+def run(folder: Path, seed: int, library: Path | None = None) -> tuple[int, str]:
     """Run the driver; return its exit status and its output.
 
     Raises:
         Missing: if the compiler or the emulator is not installed.
     """
-    driver = build(folder)
+    driver = build(folder, library and library.resolve())
     file = folder / "cases"
     file.write_bytes(pack_cases(seed))
-    done = subprocess.run([EMULATOR, str(driver), str(file)], capture_output=True, text=True)
+    command = [EMULATOR, "-L", SYSROOT, str(driver), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--library", type=Path, metavar="_kernels.so")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            status, output = run(Path(folder), options.seed)
+            status, output = run(Path(folder), options.seed, options.library)
         except Missing as missing:
             print(f"skipped: {missing} is not installed (Debian: g++-aarch64-linux-gnu, qemu-user)")
             return 0

@@ -232,7 +232,9 @@ def brute_force(
     q: np.ndarray, at: np.ndarray, parts: Sequence[Cached], scale: float, window: int | None,
     cap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return float64 softmax attention, and the same over the values' magnitudes."""
+    """Return float64 softmax attention, and the size of its rounding errors: the same over the
+    values' magnitudes, and more where scores are large, whose errors are those of the weights.
+    """
     B, T, N, H = q.shape
     out, size = np.zeros((2, B, T, N, H))
     dense = [
@@ -244,7 +246,7 @@ def brute_force(
         for p in parts
     ]
     for b, t, n in np.ndindex(B, T, N):
-        scores, values = [], []
+        scores, values, reach = [], [], 0.0
         for part in dense:
             k, v, position = (x[b if len(x) == B else 0] for x in part)
             seen = (position >= 0) & (position <= at[b, t])
@@ -252,13 +254,15 @@ def brute_force(
                 seen &= at[b, t] - position < window
             head = n // (N // k.shape[1])
             score = scale * (k[seen, head] @ q[b, t, n].astype(np.float64))
+            terms = scale * (np.abs(k[seen, head]) @ np.abs(q[b, t, n].astype(np.float64)))
+            reach = max(reach, terms.max(initial=0))
             scores.append(score if cap is None else cap * np.tanh(score / cap))
             values.append(v[seen, head])
         score, value = np.concatenate(scores), np.concatenate(values)
         if len(score):
             weight = np.exp(score - score.max())
             out[b, t, n] = weight @ value / weight.sum()
-            size[b, t, n] = weight @ np.abs(value) / weight.sum()
+            size[b, t, n] = weight @ np.abs(value) / weight.sum() * (1 + reach / 50)
     return out, size
 
 
