@@ -38,7 +38,7 @@ from jaxllm.ops import native
 MAX_BYTES = 512 << 20  # total size; the least recently used program is evicted first
 SUFFIX = ".program"
 VALUE_SUFFIX = ".forms"
-FIRST_PROGRAMS = 8  # as many as `load_first_programs` loads
+FIRST_PROGRAMS = 8  # at most as many are loaded ahead
 _COMPILE_EVENTS = frozenset(  # JAX's duration events
     f"/jax/core/compile/{name}_duration"
     for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
@@ -118,10 +118,11 @@ def time_compiling() -> Iterator[Callable[[], float]]:
 
 def set_folder(folder: Path | None) -> None:
     """Set the folder to load programs from and save them in; None disables the cache."""
-    global _folder
+    global _folder, _first_keys
     if _folder is None:
         jax.monitoring.register_event_listener(_count_hits)
-    _folder = folder
+    _folder, _first_keys = folder, None
+    _pending.clear()
 
 
 def _count_hits(event: str, **about: Any) -> None:
@@ -160,9 +161,12 @@ def _nothing() -> None: ...
 
 
 def load_first_programs(fact: Any) -> None:
-    """Load in other threads the programs that the last process with this fact used first."""
+    """Load, in other threads, the programs that the last process with this fact used first.
+
+    fact: as for `load_or_make`; what such processes have in common.
+    """
     global _first_keys
-    if _folder is None or not _has_full_repr(fact):
+    if _folder is None or not _has_full_repr(fact) or not _is_single_cpu():
         return
     file = _folder / f"{_key(load_first_programs.__qualname__, fact)}{VALUE_SUFFIX}"
     payload = _read_payload(file)
