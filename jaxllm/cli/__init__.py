@@ -25,8 +25,8 @@ from jaxllm.cli.console import log, write, write_stderr
 from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
 
-# In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, the end
-# of its --help. The last command, train, has subcommands.
+# In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
+# ends its --help. The last command, train, has subcommands.
 COMMANDS = (
     "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "recall", "sensitivity",
     "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench", "plan",

@@ -399,10 +399,11 @@ def _share_traces(whole: AttentionContext) -> Callable[[Any, jax.Array, Attentio
 
     def run_one(block: Any, x: jax.Array, scope: AttentionContext) -> Layer:
         kind = block.config.layer_signature(block.layer)
-        first = firsts.setdefault(kind, block.clone(parent=None, name=None))
+        if kind not in firsts:
+            firsts[kind] = block.clone(parent=None, name=None)
         entries = [(s.k[block.layer], s.v[block.layer]) for s in scope.segments]
         memory = scope.memory and (scope.memory[block.layer],)
-        layer: Layer = run(first, block.variables["params"], x, entries, memory)
+        layer: Layer = run(firsts[kind], block.variables["params"], x, entries, memory)
         return layer
 
     return run_one
