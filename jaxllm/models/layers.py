@@ -368,12 +368,18 @@ def _run(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:
 
 
 def _can_share(blocks: Sequence[Any], scope: AttentionContext) -> bool:
-    """Return whether layers of one `ModelConfig.layer_signature` differ in nothing but arrays."""
+    """Return whether layers of one `ModelConfig.layer_signature` differ in nothing but arrays.
+
+    Trees and invariant models promise the bits of other programs, so they are not shared.
+    """
+    precision = blocks[0].precision
     return (
         bool(scope.segments)
         and not scope.edits.edits
+        and scope.branches is None
         and scope.hooks == NO_PARALLEL
-        and not blocks[0].precision.overrides
+        and not precision.overrides
+        and not precision.invariant
     )
 
 
