@@ -94,6 +94,37 @@ def test_prepared_program_is_not_retraced(folder: Path) -> None:
     assert len(traced) == 2
 
 
+def test_first_programs_are_loaded_ahead(folder: Path) -> None:
+    """They are those that the last process with the same fact ran; a damaged one is made again."""
+
+    def start() -> list[Any]:
+        """Begin as a new process does; return the programs that are loaded."""
+        compile_cache.set_folder(folder)
+        compile_cache.load_first_programs("command")
+        return [future.result() for future in compile_cache._pending.values()]
+
+    assert start() == []
+    np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+    np.testing.assert_array_equal(fresh()(X[:2], 2.0, ()), X[:2] * 2)
+    programs = [*folder.glob("*.program")]
+    for file in programs:  # each is read once, before the function is called
+        assert len(start()) == 2 and None not in start()
+        file.rename(folder / "elsewhere")
+        for x in (X, X[:2]):
+            np.testing.assert_array_equal(fresh()(x, 2.0, ()), x * 2)
+        (folder / "elsewhere").rename(file)
+    assert len(traced) == 2
+    compile_cache.load_first_programs("other command")
+    start()
+    fresh()(X[:1], 2.0, ())
+    assert len(start()) == 1  # the last process used that one alone
+    (file,) = {*folder.glob("*.program")} - {*programs}
+    file.write_bytes(b"damaged")
+    assert start() == [None]
+    np.testing.assert_array_equal(fresh()(X[:1], 2.0, ()), X[:1] * 2)
+    assert len(traced) == 4
+
+
 def test_prepared_programs_are_those_of_generation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +133,7 @@ def test_prepared_programs_are_those_of_generation(
     start = CachedJit._start
 
     def count(self: CachedJit, folder: Path, key: str, args: Any) -> Any:
-        if key not in self._pending:
+        if key not in compile_cache._pending:
             started.append(self._function.__name__)
         return start(self, folder, key, args)
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -437,9 +438,9 @@ def test_help_has_parsable_example(run: Run, command: str) -> None:
     shown = re.search(r"Examples?:(.*)", out, re.DOTALL)
     assert shown
     assert f"jaxllm {command}" in shown[1]
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(cli.make_app())
     assert isinstance(group, typer.core.TyperGroup)
-    examples = re.findall(r"jaxllm (\S+) (.*)", cli.COMMANDS[command][1])
+    examples = re.findall(r"jaxllm (\S+) (.*)", import_module(f"jaxllm.cli.{command}").EXAMPLE)
     assert examples
     for name, arguments in examples:
         assert name == command

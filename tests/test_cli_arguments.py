@@ -20,7 +20,7 @@ from tests.tiny_models import save_random
 
 def commands() -> Iterator[typer.core.TyperCommand]:
     """Yield every command, and the subcommands of `train`."""
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(cli.make_app())
     assert isinstance(group, typer.core.TyperGroup)
     for command in group.commands.values():
         kinds = getattr(command, "commands", {"": command})

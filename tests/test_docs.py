@@ -298,7 +298,7 @@ def test_pasted_sections_need_no_other(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_table_names_options_that_exist() -> None:
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(cli.make_app())
     assert isinstance(group, typer.core.TyperGroup)
     text = sections(ROOT / "docs" / "migration.md")["options-of-llamacpp"]
     cells = [row.split("|")[2] for row in re.findall(r"^\| .*\|$", text, re.M)[1:]]

@@ -1,5 +1,6 @@
 """Steps: every way to run a sequence gives equal logits, and reading never modifies a cache."""
 
+import importlib
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, SamplingError, TokenError
+from jaxllm.models import layers
+from jaxllm.models.compiled_steps import run_and_commit
 from tests.tiny_models import BOTH, VOCAB, in_both, random_model, tokens
 
 TOLERANCE = 1e-5  # float32, between our own programs with different shapes
@@ -32,6 +35,32 @@ def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
     model, params = lm
     cache = jaxllm.init_cache(model.config, ids.shape[0], capacity)
     return jaxllm.prefill(model, params, cache, ids).cache
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gpt2", 1), ("gemma2", 2)])
+def test_layers_of_one_kind_share_trace(
+    family: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program traces one layer of each kind, and has the bits of one that traces all."""
+    model, params = random_model(family, num_hidden_layers=4, n_layer=4)
+    ids, at = tokens(2, 5), np.tile(np.arange(5), (2, 1))
+    cache = jaxllm.init_cache(model.config, 2, 8)
+    count = []
+    module = importlib.import_module(type(model).block.__module__)
+    attend = layers.attend
+    for place in {module, importlib.import_module("jaxllm.models.decoder")}:
+        monkeypatch.setattr(place, "attend", lambda *a, **k: count.append(1) or attend(*a, **k))
+
+    def run() -> tuple[int, list[bytes]]:
+        count.clear()
+        step = jax.jit(lambda *args: run_and_commit(model, args[0], (), *args[1:]))
+        out = step(params, cache, ids, at)
+        return len(count), bits((out.logits, out.cache.tail.k, out.cache.tail.v))
+
+    shared = run()
+    monkeypatch.setattr(layers, "_can_share", lambda *_: False)
+    assert run() == (4, shared[1])
+    assert shared[0] == kinds
 
 
 @in_both("lm", chunk=[5, 1, 2, 23, 300])

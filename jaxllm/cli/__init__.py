@@ -10,84 +10,46 @@ terminal and conversation (input and state of chat), distributed (several proces
 """
 
 import contextlib
-import gc
+import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from jaxllm import __version__
-from jaxllm.cli import (
-    batch,
-    bench,
-    chat,
-    classify,
-    compress,
-    convert,
-    distributed,
-    doctor,
-    embed,
-    export,
-    generate,
-    infini,
-    info,
-    lens,
-    merge,
-    perplexity,
-    plan,
-    quantize,
-    recall,
-    sensitivity,
-    serve,
-    steer,
-    train,
-    upcycle,
-    vectors,
-    verify,
-)
+from jaxllm.cli import distributed
 from jaxllm.cli.command import Command, describe_error, make_command
 from jaxllm.cli.console import log, write, write_stderr
 from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
 
-# Command name -> function, and the example at the end of its --help.
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "generate": (generate.generate, generate.EXAMPLE),
-    "batch": (batch.batch, batch.EXAMPLE),
-    "chat": (chat.chat, chat.EXAMPLE),
-    "serve": (serve.serve, serve.EXAMPLE),
-    "info": (info.info, info.EXAMPLE),
-    "doctor": (doctor.doctor, doctor.EXAMPLE),
-    "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
-    "recall": (recall.recall, recall.EXAMPLE),
-    "sensitivity": (sensitivity.sensitivity, sensitivity.EXAMPLE),
-    "verify": (verify.verify, verify.EXAMPLE),
-    "vectors": (vectors.vectors, vectors.EXAMPLE),
-    "embed": (embed.embed, embed.EXAMPLE),
-    "classify": (classify.classify, classify.EXAMPLE),
-    "lens": (lens.lens, lens.EXAMPLE),
-    "steer": (steer.steer, steer.EXAMPLE),
-    "export": (export.export, export.EXAMPLE),
-    "bench": (bench.bench, bench.EXAMPLE),
-    "plan": (plan.plan, plan.EXAMPLE),
-    "convert": (convert.convert, convert.EXAMPLES),
-    "quantize": (quantize.quantize, quantize.EXAMPLE),
-    "merge": (merge.merge, merge.EXAMPLE),
-    "compress": (compress.compress, compress.EXAMPLES),
-    "upcycle": (upcycle.upcycle, upcycle.EXAMPLE),
-    "infini": (infini.infini, infini.EXAMPLE),
-}
+# In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
+# ends its --help. The last command, train, has subcommands.
+COMMANDS = (
+    "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "recall", "sensitivity",
+    "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench", "plan",
+    "convert", "quantize", "merge", "compress", "upcycle", "infini",
+)  # fmt: skip
+TRAIN = "train"
 
-app = typer.Typer(
-    epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for name, (function, epilog) in COMMANDS.items():
-    app.command(name, epilog=epilog, cls=Command)(make_command(function))
-app.add_typer(train.app, name="train")
+
+def make_app(names: Iterable[str] = (*COMMANDS, TRAIN)) -> typer.Typer:
+    """Return the program with these commands; only their modules are imported."""
+    app = typer.Typer(
+        epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for name in names:
+        module = importlib.import_module(f"jaxllm.cli.{name}")
+        if name == TRAIN:
+            app.add_typer(module.app, name=name)
+            continue
+        app.command(name, epilog=module.EXAMPLE, cls=Command)(make_command(getattr(module, name)))
+    app.callback()(_apply_global_options)
+    return app
 
 
 def _version(requested: bool) -> None:
@@ -96,7 +58,6 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _apply_global_options(
     context: typer.Context,
     version: Annotated[
@@ -118,10 +79,10 @@ def _apply_global_options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a `jaxllm` command, by default from `sys.argv`; a failure prints one line and exits."""
-    # Importing makes a million objects that stay: searching them for garbage took 0.1 s of a start.
-    gc.set_threshold(100_000, 20, 50)
-    given = sys.argv[1:] if arguments is None else arguments
-    _run(app, "jaxllm", given or ["--help"])
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    # To make the flags of all commands takes as long as importing NumPy.
+    one = given[0] in (*COMMANDS, TRAIN)
+    _run(make_app(given[:1]) if one else make_app(), "jaxllm", given)
 
 
 def run_command(function: Callable[..., None], name: str, epilog: str) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.lm import LM
 
-EXAMPLES = """
+EXAMPLE = """
 Examples:
 
   jaxllm compress demo:llama smaller --step "quantize: rtn int4-g64" --text @story.txt

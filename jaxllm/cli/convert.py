@@ -18,7 +18,7 @@ from jaxllm.cli.options import (
 )
 from jaxllm.errors import CheckpointError, ConfigError
 
-EXAMPLES = """
+EXAMPLE = """
 Examples:
 
   jaxllm convert ~/models/TinyLlama-1.1B tinyllama-bf16 --dtype bfloat16

@@ -10,7 +10,7 @@ import typer
 
 from jaxllm.cli.console import spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.runtime import multihost
+from jaxllm.runtime import multihost, signals
 
 if TYPE_CHECKING:
     from jaxllm.generation.options import Kind
@@ -195,6 +195,7 @@ def load_model(
         fsdp=fsdp,
         show_progress=show_progress,
     )
+    signals.end_start()
     if self_extend is None:
         return lm
     group_size, neighbor_window = parse_self_extend(self_extend)

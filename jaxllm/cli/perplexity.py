@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
     from jaxllm.lm import LM
 
-EXAMPLES = """
+EXAMPLE = """
 Examples:
 
   jaxllm perplexity demo:llama --text @story.txt --window 128 --other-quantize int4

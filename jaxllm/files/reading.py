@@ -6,6 +6,7 @@ optional file exists.
 
 import collections
 import io
+import itertools
 import json
 import math
 import os
@@ -148,7 +149,7 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
             parse_float=_parse_float,
             parse_constant=_reject_constant,
         )
-        _check_depth(value)
+        _check_tree(value)
     except json.JSONDecodeError as problem:
         at = f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
         raise error(f"{where} is not valid JSON ({at})") from None
@@ -188,23 +189,18 @@ def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _check_depth(value: Any) -> None:
+def _check_tree(value: Any) -> None:
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH + 1:
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-        below: list[Any] = []
-        for node in level:
-            if isinstance(node, dict):
-                if not all(map(_is_encodable, node)):
-                    raise ValueError("a lone surrogate, which is not text")
-                below += node.values()
-            elif isinstance(node, list):
-                below += node
-            elif isinstance(node, str) and not _is_encodable(node):
-                raise ValueError("a lone surrogate, which is not text")
-        level = below
+        objects = [node for node in level if isinstance(node, dict)]
+        texts = itertools.chain((node for node in level if isinstance(node, str)), *objects)
+        if not _is_encodable("".join(texts)):  # at once: a tokenizer has 100,000 texts
+            raise ValueError("a lone surrogate, which is not text")
+        lists = [node for node in level if isinstance(node, list)]
+        level = [*itertools.chain(*lists, *(node.values() for node in objects))]
 
 
 def _is_encodable(text: str) -> bool:

@@ -38,6 +38,7 @@ from jaxllm.ops import native
 MAX_BYTES = 512 << 20  # total size; the least recently used program is evicted first
 SUFFIX = ".program"
 VALUE_SUFFIX = ".forms"
+FIRST_PROGRAMS = 8  # at most as many are loaded ahead
 _COMPILE_EVENTS = frozenset(  # JAX's duration events
     f"/jax/core/compile/{name}_duration"
     for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
@@ -47,6 +48,8 @@ _PLAIN_TYPES = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 _NO_TRACE = get_opaque_trace_state(convention="flax")  # outside of any jit
 _workers = ThreadPoolExecutor(2, "compile")
 _folder: Path | None = None
+_pending: dict[str, Future[Any]] = {}  # programs that are being loaded or compiled, by key
+_first_keys: tuple[Path, list[str], list[str]] | None = None  # file, its keys, this process's
 _hits = 0  # hits of JAX's own cache, whose programs cannot be serialized again
 
 
@@ -115,10 +118,11 @@ def time_compiling() -> Iterator[Callable[[], float]]:
 
 def set_folder(folder: Path | None) -> None:
     """Set the folder to load programs from and save them in; None disables the cache."""
-    global _folder
+    global _folder, _first_keys
     if _folder is None:
         jax.monitoring.register_event_listener(_count_hits)
-    _folder = folder
+    _folder, _first_keys = folder, None
+    _pending.clear()
 
 
 def _count_hits(event: str, **about: Any) -> None:
@@ -156,6 +160,35 @@ def is_known(fact: Any) -> bool:
 def _nothing() -> None: ...
 
 
+def load_first_programs(fact: Any) -> None:
+    """Load, in other threads, the programs that the last process with this fact used first.
+
+    fact: as for `load_or_make`; what such processes have in common.
+    """
+    global _first_keys
+    if _folder is None or not _has_full_repr(fact) or not _is_single_cpu():
+        return
+    file = _folder / f"{_key(load_first_programs.__qualname__, fact)}{VALUE_SUFFIX}"
+    payload = _read_payload(file)
+    keys = pickle.loads(payload) if payload else []
+    _first_keys = file, keys, []
+    for key in keys:
+        _pending[key] = _workers.submit(_load_program, _folder / f"{key}{SUFFIX}")
+
+
+def _note_first_program(key: str) -> None:
+    """Remember the programs that this process uses first, for `load_first_programs`."""
+    if _first_keys is None:
+        return
+    file, keys, used = _first_keys
+    if key in used or len(used) == FIRST_PROGRAMS:
+        return
+    used.append(key)
+    if key not in keys:
+        keys[:] = used
+        _save_payload(file, pickle.dumps(keys))
+
+
 class CachedJit:
     """`jax.jit(function)` with positional arguments, whose programs can be saved.
 
@@ -177,7 +210,6 @@ class CachedJit:
         }
         self._jit = jax.jit(function, **self._options)
         self._loaded: dict[Hashable, list[Any]] = {}
-        self._pending: dict[str, Future[Any]] = {}  # by key
 
     def __call__(self, *args: Any) -> Any:
         if _folder is None or get_opaque_trace_state(convention="flax") != _NO_TRACE:
@@ -192,7 +224,7 @@ class CachedJit:
         if (key := self._find_key(constant, traced)) is None:
             return self._jit(*args)
         compiled = self._start(_folder, key, args).result()
-        self._pending.pop(key, None)
+        _pending.pop(key, None)
         if compiled is None:  # the saved program is damaged
             compiled = _compile(_folder, key, self._lower(key, args))
         known.append(compiled)
@@ -220,13 +252,14 @@ class CachedJit:
 
         The result is None if the saved program is damaged.
         """
-        if key not in self._pending:
+        _note_first_program(key)
+        if key not in _pending:
             file = folder / f"{key}{SUFFIX}"
             job = partial(_load_program, file)
             if not file.exists():
                 job = partial(_compile, folder, key, self._lower(key, args))
-            self._pending[key] = _workers.submit(job)
-        return self._pending[key]
+            _pending[key] = _workers.submit(job)
+        return _pending[key]
 
     def _split(self, args: Any) -> tuple[tuple[Any, ...], list[Any]]:
         """Return the static and the other arguments."""

@@ -28,6 +28,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), skip_special: bool = True
     ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._skip_ids = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._previous: list[int] = []
@@ -57,4 +58,5 @@ class Detokenizer:
         return rest
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=False)
+        # Special ids come here only with `skip_special=False`, which needs a second library object.
+        return self._tokenizer.decode(ids, skip_special=self._skip_special)

@@ -154,8 +154,9 @@ class ImportTimer(importlib.abc.MetaPathFinder):
                 holder = getattr(module, owner) if owner else module
                 wrapper = self._watch.wrap_stage(getattr(holder, attribute), label)
                 setattr(holder, attribute, wrapper)
-            if name == "jaxllm.cli.generate":
+            if name == "jaxllm.cli.option_groups":
                 module.load_model = self._watch.wrap_load(module.load_model)
+            if name == "jaxllm.cli.generate":
                 module.write = self._watch.wrap_write(module.write)
 
         loader.exec_module = exec_module
@@ -176,9 +177,14 @@ def run_watched(arguments: Sequence[str]) -> None:
 
 
 def make_prompt(model: str, tokens: int) -> str:
-    """Return a text of at most `tokens` tokens, including a begin-of-text token."""
-    from jaxllm.text.tokenizer import Tokenizer
+    """Return a text of at most `tokens` tokens, including a begin-of-text token.
 
+    Without a tokenizer, return that many ids.
+    """
+    from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
+
+    if not has_tokenizer(model):
+        return json.dumps([*range(5, 5 + tokens)])
     tokenizer, text = Tokenizer.from_directory(model), ""
     for number in range(4 * tokens):
         longer = f"{text} {WORDS[number % len(WORDS)]}".strip()
