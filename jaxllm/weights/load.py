@@ -1,7 +1,7 @@
 """Loads a parameter from a file in its stored format: block by block if that is another one.
 
-A tensor that is kept unchanged is not copied. For any other, memory holds only the result and the
-block of rows that is being converted.
+A matrix that is kept unchanged is not copied. For any other tensor, memory holds only the result
+and the block of rows that is being converted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +80,8 @@ def read_weight(
             checked nevertheless.
     """
     name = formats[-1]
-    if name == tensor.dtype.name and name in DTYPES:
+    # A mapped vector would keep up to 2 MB of its file in memory, with huge pages.
+    if name == tensor.dtype.name and name in DTYPES and tensor.ndim > 1:
         array = tensor.read()
         if not passed:
             _report_non_finite(path, array, first_non_finite(array), 0, complaints)

@@ -190,12 +190,14 @@ def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
 
     arrays = fill_arrays(_fixed_specs(shape), blocks(), split)
     counts = np.concatenate(count)
+    arrays |= {  # `jnp.asarray` would compile a program for every other number of escapes
+        ".base": np.asarray(base, np.int32),
+        ".escape_begin": np.cumsum(counts).astype(np.int32),
+        ".escape_column": np.concatenate([np.zeros(0, np.int32), *column]),
+        ".escape_value": np.concatenate([np.zeros(0, jnp.bfloat16), *value]),
+    }
     return PackedBf16(
         **{name.removeprefix("."): array for name, array in to_device(arrays).items()},
-        base=jnp.int32(base),
-        escape_begin=jnp.asarray(np.cumsum(counts).astype(np.int32)),
-        escape_column=jnp.asarray(np.concatenate([np.zeros(0, np.int32), *column])),
-        escape_value=jnp.asarray(np.concatenate([np.zeros(0, jnp.bfloat16), *value])),
         columns=columns,
         max_escapes=int(counts.max()),
     )
