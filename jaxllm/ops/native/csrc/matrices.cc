@@ -1,5 +1,5 @@
-// The kernels of avx512-bf16, and products of many rows by AMX.
-#include "matrices.h"
+// The kernels of avx512-bf16, products of many rows by AMX, and those of two matrices.
+#include "gemm.h"
 
 namespace jaxllm {
 
@@ -9,6 +9,7 @@ const Kernels* avx512_amx_kernels() {
   static const Kernels kernels = [] {
     Kernels all = *avx512_bf16_kernels();
     all.many = {by_matrix, matrix_bytes, prepare_matrix, multiply_matrix};
+    all.multiply_sides = multiply_sides;
     return all;
   }();
   return &kernels;
