@@ -167,19 +167,27 @@ def train_step(
         summed, _ = jax.lax.scan(add, blank, (rows, jnp.arange(batches)))
     measured, gradient = summed
     weight = jnp.where(measured.weight == 0, 1.0, measured.weight)  # without labels the loss is 0
-    gradient = jax.tree.map(lambda g: g / weight, gradient)
-    norm = optax.tree.norm(gradient)
-    with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
-        method = setup.optimizer.build()
-        updates, optimizer = method.update(gradient, state.optimizer, state.trained)
-        trained = optax.apply_updates(state.trained, updates)
-    if setup.constraint is not None:
-        trained = setup.constraint(state.trained, trained, state.step)
+    share = 1 / weight  # a product is computed again where it is read; a quotient would be stored
+
+    def mean(total: TrainedParams) -> TrainedParams:
+        return jax.tree.map(lambda x: x * share, total)
+
+    norm = optax.tree.norm(mean(gradient))
+    method = optax.with_extra_args_support(setup.optimizer.build())
+
+    def update(carry: Any) -> Any:
+        _, trained, optimizer = carry
+        with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
+            updates, optimizer = method.update(mean(gradient), optimizer, trained, norm=norm)
+            changed = optax.apply_updates(trained, updates)
+        if setup.constraint is not None:
+            changed = setup.constraint(trained, changed, state.step)
+        return jnp.zeros((), bool), changed, optimizer
+
+    # A loop that runs once or never, in place: a choice between old and new would copy the old.
     finite = jnp.isfinite(measured.total) & jnp.isfinite(norm)
-    trained, optimizer = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (trained, optimizer),
-        (state.trained, state.optimizer),
+    _, trained, optimizer = jax.lax.while_loop(
+        lambda carry: carry[0], update, (finite, state.trained, state.optimizer)
     )
     also = {name: value / weight for name, value in measured.extras.items()}
     metrics = Metrics(measured.total / weight, measured.weight, norm, finite, also)
