@@ -106,9 +106,7 @@ class Optimizer:
         adamw = optax.chain(  # optax.adamw
             self._build_adam(),
             optax.add_decayed_weights(self.weight_decay, self._decay_mask),
-            optax.scale_by_learning_rate(
-                lambda step: self._base_rate * self._relative_rate(step)
-            ),
+            optax.scale_by_learning_rate(lambda step: self._base_rate * self._relative_rate(step)),
         )
         rates = [optax.stateless(self._apply_rates)] if self.rates else []
         return optax.chain(*clip, adamw, *rates)

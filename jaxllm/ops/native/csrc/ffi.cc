@@ -156,7 +156,8 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ff
   const auto fits = [](const ffi::AnyBuffer& x) {
     return x.dimensions().size() == 2 && (x.element_type() == Type::F32 || x.element_type() == Type::BF16);
   };
-  if (!fits(a) || !fits(b) || (a_axis & ~1) || (b_axis & ~1)) return wrong("factors are matrices of float32 or bfloat16");
+  if (!fits(a) || !fits(b) || (a_axis & ~1) || (b_axis & ~1))
+    return wrong("factors are matrices of float32 or bfloat16");
   const Side left = side_of(a, a_axis), right = side_of(b, b_axis);
   if (left.depth != right.depth || left.bf16 != right.bf16 || !is(*y, a.element_type(), {left.rows, right.rows}))
     return wrong("a product of two matrices of one type is of that type, [M, N]");

@@ -130,8 +130,8 @@ inline void multiply_sides(const Side& a, const Side& b, int64_t m, int64_t m_en
       for (int64_t i = 0; i < 2 * tall; i++) {
         const auto add = [&](auto W) {
           add_floats<W>(reinterpret_cast<float*>(memory + i / 2 * panel) + i % 2 * kTileFloats / 2,
-                        reinterpret_cast<float*>(of_b + j * panel), depth, panel / 4,
-                        sums + i * 8 * stride + j * kTile, stride);
+                        reinterpret_cast<float*>(of_b + j * panel), depth, panel / 4, sums + i * 8 * stride + j * kTile,
+                        stride);
         };
         wide - j >= kWidth ? add(Int<kWidth>()) : (wide - j == 2 ? add(Int<2>()) : add(Int<1>()));
       }
