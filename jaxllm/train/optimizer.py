@@ -102,14 +102,49 @@ class Optimizer:
     def build(self) -> Any:
         """Return the optax transformation. Raises ConfigError if optax is not installed."""
         optax = import_optax()
-        norm = self.max_grad_norm
-        clip = [] if norm is None else [optax.clip_by_global_norm(norm)]
-        adamw = optax.adamw(
-            lambda step: self._base_rate * self._relative_rate(step),
-            self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self._decay_mask,
-        )  # fmt: skip
+        clip = [] if self.max_grad_norm is None else [self._build_clip(self.max_grad_norm)]
+        adamw = optax.chain(  # optax.adamw
+            self._build_adam(),
+            optax.add_decayed_weights(self.weight_decay, self._decay_mask),
+            optax.scale_by_learning_rate(lambda step: self._base_rate * self._relative_rate(step)),
+        )
         rates = [optax.stateless(self._apply_rates)] if self.rates else []
         return optax.chain(*clip, adamw, *rates)
+
+    def _build_clip(self, largest: float) -> Any:
+        """Return `optax.clip_by_global_norm` as one factor; `update` also takes the norm."""
+        optax = import_optax()
+
+        def update(gradient: Any, state: Any, _: Any = None, **extra: Any) -> tuple[Any, Any]:
+            norm = extra["norm"] if "norm" in extra else optax.tree.norm(gradient)
+            share = jnp.minimum(1.0, largest / norm)
+            return jax.tree.map(lambda x: x * share, gradient), state
+
+        init = optax.clip_by_global_norm(largest).init
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def _build_adam(self) -> Any:
+        """Return `optax.scale_by_adam`, with moments that XLA computes once and in place.
+
+        XLA computes cheap values again for each reader, and copies old moments for that. Quotients
+        are not cheap to it.
+        """
+        optax = import_optax()
+
+        def update(gradient: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+            count = optax.safe_increment(state.count)
+            one = (count > 0).astype(jnp.float32)  # XLA cannot infer that it is 1
+            mu = optax.tree.update_moment(gradient, state.mu, self.b1, 1)
+            nu = optax.tree.update_moment(gradient, state.nu, self.b2, 2)
+            mu, nu = jax.tree.map(lambda x: x / one, (mu, nu))
+            first, second = 1 / (1 - self.b1**count), 1 / (1 - self.b2**count)
+            updates = jax.tree.map(
+                lambda m, v: m * first / (jnp.sqrt(v * second) + self.eps), mu, nu
+            )
+            return updates, state._replace(count=count, mu=mu, nu=nu)
+
+        adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
+        return optax.GradientTransformation(adam.init, update)
 
     def _decay_mask(self, trained: TrainedParams) -> dict[str, bool]:
         return {

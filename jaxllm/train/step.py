@@ -24,7 +24,7 @@ from jaxllm.train.optimizer import import_optax
 from jaxllm.train.partition import NamesOf, Placeholder, TrainedParams, combine, identity_path
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves, put
-from jaxllm.weights.types.arrays import add_dependency, as_weight
+from jaxllm.weights.types.arrays import add_dependency, as_weight, contract
 from jaxllm.weights.types.base import LinearFn, WeightBase
 from jaxllm.weights.types.wrapper import WeightWrapper
 
@@ -139,6 +139,8 @@ def train_step(
     ) -> tuple[jax.Array, LossOutput]:
         weight_key, loss_key = jax.random.split(key)
         params = prepare_weights(combine(trained, still), weight_key, state.step)
+        # On a mesh, shard_map sums a weight's gradient over devices.
+        params = params if setup.model.is_sharded else wrap_trained(params)
         measured = setup.objective(setup.model, params, extra_inputs, rows, loss_key)
         return measured.total, measured
 
@@ -165,19 +167,27 @@ def train_step(
         summed, _ = jax.lax.scan(add, blank, (rows, jnp.arange(batches)))
     measured, gradient = summed
     weight = jnp.where(measured.weight == 0, 1.0, measured.weight)  # without labels the loss is 0
-    gradient = jax.tree.map(lambda g: g / weight, gradient)
-    norm = optax.tree.norm(gradient)
-    with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
-        method = setup.optimizer.build()
-        updates, optimizer = method.update(gradient, state.optimizer, state.trained)
-        trained = optax.apply_updates(state.trained, updates)
-    if setup.constraint is not None:
-        trained = setup.constraint(state.trained, trained, state.step)
+    share = 1 / weight  # a product is computed again where it is read; a quotient would be stored
+
+    def mean(total: TrainedParams) -> TrainedParams:
+        return jax.tree.map(lambda x: x * share, total)
+
+    norm = optax.tree.norm(mean(gradient))
+    method = optax.with_extra_args_support(setup.optimizer.build())
+
+    def update(carry: Any) -> Any:
+        _, trained, optimizer = carry
+        with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
+            updates, optimizer = method.update(mean(gradient), optimizer, trained, norm=norm)
+            changed = optax.apply_updates(trained, updates)
+        if setup.constraint is not None:
+            changed = setup.constraint(trained, changed, state.step)
+        return jnp.zeros((), bool), changed, optimizer
+
+    # A loop that runs once or never, in place: a choice between old and new would copy the old.
     finite = jnp.isfinite(measured.total) & jnp.isfinite(norm)
-    trained, optimizer = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (trained, optimizer),
-        (state.trained, state.optimizer),
+    _, trained, optimizer = jax.lax.while_loop(
+        lambda carry: carry[0], update, (finite, state.trained, state.optimizer)
     )
     also = {name: value / weight for name, value in measured.extras.items()}
     metrics = Metrics(measured.total / weight, measured.weight, norm, finite, also)
@@ -232,6 +242,35 @@ class FrozenWeight(WeightWrapper, struct.PyTreeNode):
         return _multiply(linear, x_RI, self.weight)
 
 
+class TrainedWeight(WeightWrapper, struct.PyTreeNode):
+    """A trained array `[O, I]`: in bfloat16 its gradient is a product of bfloat16 matrices."""
+
+    format_prefix = "trained/"
+
+    weight: jax.Array
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        return self.inner.to_dense(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return self.inner.take(index)
+
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
+        if x_RI.dtype != self.weight.dtype:
+            return linear(x_RI, self.weight)
+        return _multiply(linear, x_RI, self.weight, trained=True)
+
+
+def wrap_trained(params: Params) -> Params:
+    """Wrap each matrix that is a plain array, after the frozen ones, in `TrainedWeight`."""
+
+    def wrap(_: str, leaf: Any) -> Any:
+        plain = not isinstance(leaf, WeightBase) and leaf.ndim == 2
+        return TrainedWeight(leaf) if plain else leaf
+
+    return map_leaves(wrap, params)
+
+
 def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
     """Wrap each matrix that contains nothing trained in `FrozenWeight`.
 
@@ -260,27 +299,28 @@ def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
     return add_dependency(x_RI, weight) if as_weight(weight).native_matrix() is None else weight
 
 
-def _multiply(linear: LinearFn, x_RI: jax.Array, weight: Any) -> jax.Array:
-    """Return `linear(x, weight)`, whose gradient for x is that of the dense product."""
+def _multiply(
+    linear: LinearFn, x_RI: jax.Array, weight: Any, *, trained: bool = False
+) -> jax.Array:
+    """Return `linear(x, weight)`, whose gradients are those of the dense product."""
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
-        return linear(x_RI, _wait_for(x_RI, weight))
+        return linear(x_RI, weight if trained else _wait_for(x_RI, weight))
 
     def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
-        return multiply(x_RI, weight), weight
+        return multiply(x_RI, weight), (weight, x_RI if trained else None)
 
-    def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
+    def backward(saved: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
+        weight, inputs_RI = saved
         weight = add_dependency(slope_RO, weight) if isinstance(weight, WeightBase) else weight
         half = x_RI.dtype == jnp.bfloat16
-        dtype = jnp.bfloat16 if half else jnp.float32
-        slope_RI = jax.lax.dot_general(
-            slope_RO.astype(dtype),
-            as_weight(weight).to_dense(dtype),
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-        return slope_RI.astype(x_RI.dtype), None
+        slope_RO = slope_RO.astype(jnp.bfloat16 if half else jnp.float32)
+        slope_RI = contract(slope_RO, as_weight(weight).to_dense(slope_RO.dtype), 1, 0)
+        if not trained:
+            return slope_RI.astype(x_RI.dtype), None
+        slope_OI = contract(slope_RO, inputs_RI.astype(slope_RO.dtype), 0, 0)
+        return slope_RI.astype(x_RI.dtype), slope_OI.astype(x_RI.dtype)
 
     multiply.defvjp(forward, backward)
     found: Callable[..., jax.Array] = multiply

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -143,7 +142,7 @@ def run_worker(engine: str, arguments: str) -> None:
 
 
 def compare(
-    model: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face directory.")],
     kinds: Annotated[str, typer.Option(help="Kinds of training: lora, full.")] = "lora,full",
     dtypes: Annotated[str, typer.Option(help="Dtypes: float32, bfloat16.")] = "float32,bfloat16",
     batch: Annotated[int, typer.Option(min=1, help="Batch size, rows.")] = 1,
@@ -160,7 +159,7 @@ def compare(
             if kind not in KINDS:
                 raise ConfigError(f"--kinds must be among {', '.join(KINDS)}, got {kind!r}")
             arguments = {
-                "directory": str(model), "kind": kind, "dtype": dtype, "batch": batch,
+                "directory": model, "kind": kind, "dtype": dtype, "batch": batch,
                 "length": length, "steps": steps, "remat": remat,
             }  # fmt: skip
             results: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}

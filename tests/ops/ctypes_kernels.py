@@ -81,6 +81,7 @@ Kernels = structure(
     softmax_rows=c_void_p,
     normalize=c_void_p,
     many=Products,
+    multiply_sides=c_void_p,
 )  # fmt: skip
 
 

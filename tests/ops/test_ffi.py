@@ -145,6 +145,10 @@ def normalize(x: Any, *weights: Any, out: Any = None) -> Callable[[], Any]:
     )  # fmt: skip
 
 
+def contract(a: Any, b: Any, out: Any, axes: tuple[int, int] = (1, 1)) -> Callable[[], Any]:
+    return lambda: call("multiply", out, a, b, a_axis=np.int64(axes[0]), b_axis=np.int64(axes[1]))
+
+
 STACK = zeros(15, 200)
 W, K, AT = zeros(5, 200), zeros(2, 7, 2, 16), zeros(2, 7, dtype=i32)
 K8, S8 = zeros(2, 7, 2, 16, dtype=i8), zeros(2, 7, 2)
@@ -160,6 +164,14 @@ CALLS: dict[str, Callable[[], Any]] = {
     "fewer than no pieces": multiply(X, [W], [shape(2, 5)], (-1,)),
     "more pieces than there are": multiply(X, [W], [shape(2, 5)], (2,)),
     "a piece of no weight": multiply(X, [W, W], [shape(2, 5)]),
+    "two vectors": contract(zeros(200), zeros(200), shape(1, 1)),
+    "two matrices of integers": contract(X.astype(i8), W.astype(i8), shape(2, 5)),
+    "two matrices of two types": contract(X, W.astype(bf16), shape(2, 5)),
+    "two matrices of two widths": contract(X, W, shape(200, 5), (0, 1)),
+    "two matrices over a third axis": contract(X, W, shape(2, 5), (1, 2)),
+    "two matrices over no axis": contract(X, W, shape(2, 5), (-1, 1)),
+    "a product of two matrices with fewer rows": contract(X, W, shape(1, 5)),
+    "a product of two matrices in another type": contract(X, W, shape(2, 5, dtype=bf16)),
     "experts of int8 x": experts(STACK, x=X.astype(i8), digits=np.int32(1)),
     "experts for x of another width": experts(STACK, x=zeros(2, 199)),
     "experts for more rows than x has": experts(STACK, at=zeros(3, dtype=i32)),

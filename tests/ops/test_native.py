@@ -13,6 +13,7 @@ import pytest
 from jaxllm.ops import native
 from jaxllm.weights.formats import as_format, to_dense
 from jaxllm.weights.linear import embed, linear, linears, round_to_int8
+from jaxllm.weights.types.arrays import contract
 from tests.ops import samples
 from tests.ops.ctypes_kernels import bfloat16, product
 from tests.ops.samples import rounded
@@ -236,6 +237,34 @@ def test_matrix_unit_kernel_equals_direct_call(isa: str) -> None:
         weight = native.Matrix(sample.kind, pieces, sample.group or None)
         y = native.linear(jnp.asarray(x), [weight], columns=200, matrix_unit=True)[0]
         assert np.asarray(y).tobytes() == product(isa, sample, x).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", list(itertools.product((0, 1), (0, 1))))
+def test_contract_equals_float64(axes: tuple[int, int], dtype: str) -> None:
+    """A product of two matrices over either axis is within rounding of float64, in several blocks
+    and at their ends.
+    """
+    rng, run = np.random.default_rng(15), jax.jit(contract, static_argnums=(2, 3))
+    for rows, depth, columns in ((300, 601, 70), (33, 32, 600), (257, 47, 49)):
+        a, b = (
+            jnp.asarray(rng.normal(0, 1, size if axis else size[::-1]), dtype)
+            for axis, size in zip(axes, ((rows, depth), (columns, depth)), strict=True)
+        )
+        left, right = (
+            np.asarray(x if axis else x.T, np.float64) for axis, x in zip(axes, (a, b), strict=True)
+        )
+        exact, bound = left @ right.T, 1e-6 * np.abs(left) @ np.abs(right).T
+        y = run(a, b, *axes)
+        assert y.dtype == dtype
+        bound += np.abs(exact) / 256 if dtype == "bfloat16" else 0
+        assert (np.abs(np.asarray(y, np.float64) - exact) <= bound).all()
+        if native.has_matrix_unit():
+            direct = jax.jit(native.multiply, static_argnums=(2, 3))
+            whole = np.asarray(direct(a, b, *axes), np.float64)
+            part = direct(a[40:55] if axes[0] else a[:, 40:55], b, *axes) if rows > 55 else None
+            assert (np.abs(whole - exact) <= bound).all()
+            assert part is None or (np.asarray(part, np.float64) == whole[40:55]).all()
 
 
 def test_int8_input_product_is_exact() -> None:

@@ -19,7 +19,7 @@ AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq"
 BF16 = f"{AVX512} -mavx512bf16"
 NEEDS = {
     "avx2.h": "-mavx2 -mfma -mf16c", "avx512.h": AVX512, "amx.h": BF16,
-    "matrices.h": f'{BF16} -DJAXLLM_LAYER="layers/amx.h"',
+    **dict.fromkeys(("matrices.h", "gemm.h"), f'{BF16} -DJAXLLM_LAYER="layers/amx.h"'),
 }  # fmt: skip
 
 

@@ -16,7 +16,16 @@ from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer, decay_mask
 from jaxllm.train.partition import combine, partition, trainable_params
-from jaxllm.train.step import FrozenWeight, Setup, freeze_params, init_state, train_step
+from jaxllm.train.step import (
+    FrozenWeight,
+    Setup,
+    TrainedWeight,
+    freeze_params,
+    init_state,
+    train_step,
+    wrap_trained,
+)
+from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
@@ -287,6 +296,43 @@ def test_frozen_weights_keep_loss_and_gradients(dtype: str, format: str | None) 
         scale = float(jnp.abs(gradient).max())
         near = 1e-5 if dtype == "float32" else 0.05  # the gradient product is in bfloat16
         np.testing.assert_allclose(found[1][path], gradient, atol=near * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_weight_gradients_equal_torch(dtype: str) -> None:
+    """The product, its inputs' gradient and its weight's are those of torch's linear."""
+    rng = np.random.default_rng(0)
+    x, w, slope = (
+        torch.tensor(rng.normal(0, 1, size), dtype=getattr(torch, dtype))
+        for size in ((40, 70), (50, 70), (40, 50))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    torch.nn.functional.linear(x, w).backward(slope)
+    ours = [jnp.asarray(a.detach().float().numpy(), dtype) for a in (x, w, slope)]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        wrapped = wrap_trained({"w": w})["w"]
+        assert isinstance(wrapped, TrainedWeight)
+        return (linear(x, wrapped) * ours[2].astype(jnp.float32)).sum()
+
+    for found, wanted in zip(jax.jit(jax.grad(product, (0, 1)))(*ours[:2]), (x, w), strict=True):
+        assert found.dtype == dtype and wanted.grad is not None
+        expected = wanted.grad.float().numpy()
+        near = {"float32": 1e-6, "bfloat16": 1 / 256}[dtype] * np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=near)
+
+
+def test_step_copies_neither_moments_nor_gradients() -> None:
+    """A compiled step needs less temporary memory than two copies of the trained arrays: the
+    gradient is one.
+    """
+    model, params = random_model("llama", num_hidden_layers=1, vocab_size=40_009)
+    setup = setup_of(model)
+    trained, rest = partition(params)
+    size = sum(x.nbytes for x in trained.values())
+    state = jax.eval_shape(lambda: init_state(trained, setup))
+    lowered = train_step.lower(state, rest, None, stacked(BATCHES[0]), KEY, setup=setup)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2 * size
 
 
 def test_freeze_params_skips_trained_and_small_weights() -> None:

@@ -185,7 +185,7 @@ def _select_isa(loaded: ctypes.CDLL, name: str | None) -> str:
 
 
 _FUNCTIONS = (
-    *("linear", "experts", "widen", "take", "attend", "write", "read"),
+    *("linear", "multiply", "experts", "widen", "take", "attend", "write", "read"),
     *("sum_rows", "logsumexp_rows", "softmax_rows", "normalize", "mask_tokens"),
 )
 
@@ -279,6 +279,22 @@ def linear(
         "many": np.bool_(matrix_unit),
     }
     return list(call(x_RI, *(piece for w in weights for piece in w.arrays), **attributes))
+
+
+def multiply(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Return the product of two matrices over an axis of each, `[M, N]` in their dtype.
+
+    Sums are float32. An output's bits do not depend on other rows and columns. Needs
+    `has_matrix_unit()`.
+
+    Args:
+        a, b: both float32 or both bfloat16.
+        a_axis, b_axis: the axes that are contracted; M and N are the others.
+    """
+    out = jax.ShapeDtypeStruct((a.shape[1 - a_axis], b.shape[1 - b_axis]), a.dtype)
+    call = jax.ffi.ffi_call("jaxllm_multiply", out, vmap_method="sequential")
+    y: jax.Array = call(a, b, a_axis=np.int64(a_axis), b_axis=np.int64(b_axis))
+    return y
 
 
 def experts(

@@ -23,6 +23,7 @@ from jaxllm.weights.types.base import (
 )
 
 V = TypeVar("V")
+MIN_CONTRACT = 32  # rows and columns from which a kernel multiplies matrices
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 _KINDS = {
@@ -132,6 +133,28 @@ def matmul(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     return jax.lax.dot_general(
         x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
+
+
+def contract(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Return the product of two matrices of one dtype over an axis of each: `[M, N]`, that dtype.
+
+    Sums are float32. A CPU with a matrix unit runs a kernel where it measured faster than XLA: for
+    bfloat16, and for float32 if the rows of `b` are contracted (docs/benchmarks/training.md).
+    """
+
+    def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+        axes = (((a_axis,), (b_axis,)), ((), ()))
+        return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32).astype(a.dtype)
+
+    def kernel(a: jax.Array, b: jax.Array) -> jax.Array:
+        return native.multiply(a, b, a_axis, b_axis)
+
+    faster = a.dtype == jnp.bfloat16 or (a_axis, b_axis) == (1, 0)
+    ours = native.is_enabled() and native.has_matrix_unit()
+    if not (faster and ours) or min(a.shape) < MIN_CONTRACT:
+        return plain(a, b)
+    y: jax.Array = jax.lax.platform_dependent(a, b, cpu=kernel, default=plain)
+    return y
 
 
 def _multiply_row(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:

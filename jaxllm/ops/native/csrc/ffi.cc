@@ -144,6 +144,39 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
+// a [M, K] times b [K, N], each stored so or as its transpose: `a_axis` and `b_axis` are those of K.
+ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> y,
+                    int64_t a_axis, int64_t b_axis) {
+  const auto side_of = [](const ffi::AnyBuffer& x, int64_t axis) {
+    return Side{data_of<uint8_t>(x), x.element_type() == Type::BF16, axis == 0, x.dimensions()[1 - axis],
+                x.dimensions()[axis]};
+  };
+  const Kernels* kernels = kernels_in_use();
+  if (!kernels->multiply_sides) return wrong("this instruction set has no product of two matrices");
+  const auto fits = [](const ffi::AnyBuffer& x) {
+    return x.dimensions().size() == 2 && (x.element_type() == Type::F32 || x.element_type() == Type::BF16);
+  };
+  if (!fits(a) || !fits(b) || (a_axis & ~1) || (b_axis & ~1))
+    return wrong("factors are matrices of float32 or bfloat16");
+  const Side left = side_of(a, a_axis), right = side_of(b, b_axis);
+  if (left.depth != right.depth || left.bf16 != right.bf16 || !is(*y, a.element_type(), {left.rows, right.rows}))
+    return wrong("a product of two matrices of one type is of that type, [M, N]");
+  // Blocks whose copies fit the L2 cache, or smaller ones, so that each thread has some.
+  const auto block = [&](int64_t rows, int64_t most) {
+    return std::min(most, std::max<int64_t>(48, (rows / (2 * pool.num_threads()) + 47) / 48 * 48));
+  };
+  const int64_t tall = 256, wide = block(right.rows, 528);
+  const int64_t across = (right.rows + wide - 1) / wide, down = (left.rows + tall - 1) / tall;
+  share(pool, across * down, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t m = i / across * tall, n = i % across * wide;
+      kernels->multiply_sides(left, right, m, std::min(m + tall, left.rows), n, std::min(n + wide, right.rows),
+                              y->untyped_data());
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // Consecutive rows of x with the same expert, times its matrix of one stack.
 struct Run {
   Weight weight;
@@ -492,6 +525,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
                                   .Attr<int64_t>("columns")
                                   .Attr<int32_t>("digits")
                                   .Attr<bool>("many"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_multiply, jaxllm::multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("a_axis")
+                                  .Attr<int64_t>("b_axis"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts, jaxllm::experts,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -127,6 +127,14 @@ struct Blocks {
   const Block *begin, *end;
 };
 
+// One side of a product of two matrices: A [rows, depth] or the transpose of B [depth, rows], float32 or bfloat16. It
+// is stored as such, or for `by_depth` as its transpose.
+struct Side {
+  const uint8_t* data;
+  bool bf16, by_depth;
+  int64_t rows, depth;
+};
+
 struct Products {
   bool (*takes)(const Weight&, const Input&);
   // Bytes that `prepare` writes for all rows: the input as `multiply` needs it.
@@ -158,6 +166,9 @@ struct Kernels {
   void (*normalize)(const Norm&, int64_t begin, int64_t end, void* out);
   // The same products by a matrix unit, with another order of additions; null if there is none.
   Products many;
+  // Rows m to m_end and columns n to n_end of the product of two matrices [rows of a, rows of b], in their type; null
+  // if there is none.
+  void (*multiply_sides)(const Side& a, const Side& b, int64_t m, int64_t m_end, int64_t n, int64_t n_end, void* y);
 };
 
 }  // namespace jaxllm

@@ -1,8 +1,7 @@
-// The kernels of avx512-vnni, products of many rows by AMX, and attention by pairs of bfloat16. Few rows are multiplied
-// as floats: Sapphire Rapids multiplies twice as many of them a cycle as numbers in pairs.
-#include "matrices.h"
-
+// The kernels of avx512-vnni, products of many rows and of two matrices by AMX, and attention by pairs of bfloat16. Few
+// rows are multiplied as floats: Sapphire Rapids multiplies twice as many of them a cycle as numbers in pairs.
 #include "attention.h"
+#include "gemm.h"
 
 namespace jaxllm {
 
@@ -13,6 +12,7 @@ const Kernels* avx512_amx_kernels() {
     Kernels all = *avx512_vnni_kernels();
     all.fold = fold;
     all.many = {by_matrix, matrix_bytes, prepare_matrix, multiply_matrix};
+    all.multiply_sides = multiply_sides;
     return all;
   }();
   return &kernels;

@@ -54,7 +54,8 @@ const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
                                       logsumexp_rows,
                                       softmax_rows,
                                       normalize,
-                                      {}};
+                                      {},
+                                      nullptr};
   return &kernels;
 }
 
