@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native, pallas
 from jaxllm.weights.formats import Weight, as_weight
-from jaxllm.weights.types.arrays import DenseWeight, add_dependency, matmul
+from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import WeightBase, round_up
 from jaxllm.weights.types.int_weight import IntWeight
 
@@ -54,12 +54,7 @@ def linears(
     rounded = [int8_inputs and w.supports_int8_inputs and x.dtype != jnp.int8 for w in weights]
     any_composite = any(weight.is_composite for weight in weights)
     if len(terms) > 1 and (any_composite or len(set(rounded)) > 1):
-        apart: list[jax.Array] = []
-        for term in terms:
-            if apart and isinstance(term[0], IntWeight):  # dequantized after the one before it
-                x = add_dependency(apart[-1].reshape(1, -1), x)
-            apart.append(linear(x, *term, int8_inputs=int8_inputs))
-        return apart
+        return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
     if any_composite:
         multiply = partial(linear, int8_inputs=int8_inputs)
         products: Products = (weights[0].apply_with(x_RI, multiply),)
@@ -215,16 +210,9 @@ def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:
 
 
 def _multiply_jax(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
-    """Multiply in plain JAX, on any platform; the other paths are defined by this one.
-
-    A quantized weight is dequantized after the product before it, so that memory holds one.
-    """
-    x_RI, products = round_to_int8(x_RI) if digits == 1 else x_RI, list[jax.Array]()
-    for weight in map(as_weight, weights):
-        if products and not isinstance(weight, DenseWeight):
-            x_RI = add_dependency(products[-1], x_RI)
-        products.append(weight.matmul(x_RI))
-    return tuple(products)
+    """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
+    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+    return tuple(as_weight(weight).matmul(x_RI) for weight in weights)
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:

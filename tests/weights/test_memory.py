@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from jaxllm.checkpoints.native import save
 from jaxllm.cli.convert import cast_checkpoint
 from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.ops import native
-from jaxllm.weights.formats import as_format, parse_format
+from jaxllm.weights.formats import as_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.linear import linear, linears
+from jaxllm.weights.linear import linear
 from jaxllm.weights.load import read_weight
-from jaxllm.weights.safetensors import empty_aligned, open_tensors, write_tensors
+from jaxllm.weights.safetensors import open_tensors, write_tensors
 from tests.conftest import ROOT
 from tests.tiny_models import save_random
 
@@ -110,38 +109,6 @@ def test_bf16_packed_in_blocks_round_trips_bitwise() -> None:
     assert np.asarray(result.to_dense()).tobytes() == bits.tobytes()
 
 
-def test_packing_compiles_nothing_for_its_escapes() -> None:
-    """Another number of escapes needs no other program, which would stay in memory."""
-    compiled: list[float] = []
-
-    def listen(event: str, duration_secs: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration_secs)
-
-    def pack(escapes: int) -> None:
-        numbers = np.full((512, 128), 0.5, ml_dtypes.bfloat16)
-        numbers[3, :escapes] = 1e-30
-        weight = read_weight("w", LazyTensor.from_array(numbers), ["bf16-packed"], [])
-        assert weight.escape_value.shape == (escapes,)
-
-    pack(5)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        pack(6)
-        jax.jit(jnp.negative).lower(np.ones(67, np.float32)).compile()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(compiled) == 1  # the last one, which shows that programs are counted
-
-
-def test_read_weight_copies_vectors_alone() -> None:
-    """A vector does not keep its file's pages; a matrix is used where it is."""
-    for shape in ((64,), (4, 16)):
-        array = empty_aligned(shape, np.float32, zeroed=True)
-        weight = read_weight("w", LazyTensor.from_array(array), ["float32"], [])
-        assert (weight.unsafe_buffer_pointer() == array.ctypes.data) == (len(shape) == 2)
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_tensor_blocks_concatenate_to_rows(tmp_path: Path, mapped: bool) -> None:
     tensors = {
@@ -215,26 +182,3 @@ def test_dequantized_layers_do_not_add_up(name: str, isa: str | None, rows: int)
         if isa is not None:
             native.isa(before)
     assert held[1] < held[0] + size * size, held
-
-
-@pytest.mark.parametrize("name", ["int8", "nf4", "int8-g16"])
-def test_products_of_one_input_dequantize_in_turn(name: str) -> None:
-    """Two products of one input hold one dequantized weight at a time; so do both scales of
-    `int8-g16`.
-    """
-    size, rows = 512, 40
-    specs = parse_format(name).array_specs((size, size))
-    pieces = {
-        piece: jax.ShapeDtypeStruct(tuple(n or 0 for n in shape), dtype)
-        for piece, (shape, dtype) in specs.items()
-    }
-    weight = jax.eval_shape(partial(parse_format(name).from_arrays, (size, size)), pieces)
-
-    def multiply(x: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        return linears(x, [(weight, None) for weight in weights])
-
-    x = jax.ShapeDtypeStruct((rows, size), jnp.float32)
-    with native.disable_kernels():
-        program = jax.jit(multiply).lower(x, [weight] * 2).compile()
-    held = program.memory_analysis().temp_size_in_bytes
-    assert size * size * 4 <= held < 1.5 * size * size * 4

@@ -192,8 +192,7 @@ def add_dependency(x: jax.Array, weight: V, *, kernel: bool = False) -> V:
     """Make a weight depend on `x`, of two axes, so that nothing is computed from it before `x`.
 
     XLA's CPU compiler drops optimization barriers before it schedules. A zero that it cannot prove
-    to be zero stays, and is subtracted instead, which also keeps -0.0. As an integer it is zero for
-    any `x`, also NaN.
+    to be zero stays, and is added instead. As an integer it is zero for any `x`, also NaN.
 
     Args:
         kernel: whether a kernel takes all of the weight, so that the smallest of its arrays, which
@@ -204,6 +203,6 @@ def add_dependency(x: jax.Array, weight: V, *, kernel: bool = False) -> V:
     sizes = [piece.size or math.inf for piece in pieces]
     some = [sizes.index(min(sizes))] if kernel else range(len(pieces))
     for i in some:
-        pieces[i] = pieces[i] - zero.astype(pieces[i].dtype)
+        pieces[i] = pieces[i] + zero.astype(pieces[i].dtype)
     later: V = jax.tree.unflatten(structure, pieces)
     return later

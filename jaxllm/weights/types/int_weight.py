@@ -151,9 +151,9 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             zero = jnp.zeros((), x_RI.dtype)
             first = self.replace(second_scale=None)
             second = first.replace(scale=self.second_scale)
-            product_RO = linear(jnp.where(is_first, x_RI, zero), first)
-            x_RI = add_dependency(product_RO, x_RI)  # one is dequantized at a time
-            return product_RO + linear(jnp.where(is_first, zero, x_RI), second)
+            return linear(jnp.where(is_first, x_RI, zero), first) + linear(
+                jnp.where(is_first, zero, x_RI), second
+            )
         assert self.input_step is not None and self.input_zero is not None
         assert self.row_sum is not None
         plain = self.replace(input_step=None, input_zero=None, row_sum=None)
