@@ -1,7 +1,7 @@
 """Loads a parameter from a file in its stored format: block by block if that is another one.
 
-A matrix that is kept unchanged is not copied. For any other tensor, memory holds only the result and the
-block of rows that is being converted.
+A matrix that is kept unchanged is not copied. For any other tensor, memory holds only the result
+and the block of rows that is being converted.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -22,7 +22,7 @@ from jaxllm.weights.formats import as_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.linear import linear
 from jaxllm.weights.load import read_weight
-from jaxllm.weights.safetensors import open_tensors, write_tensors
+from jaxllm.weights.safetensors import empty_aligned, open_tensors, write_tensors
 from tests.conftest import ROOT
 from tests.tiny_models import save_random
 
@@ -107,6 +107,38 @@ def test_bf16_packed_in_blocks_round_trips_bitwise() -> None:
     bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # stored as escapes
     result = read_weight("w", LazyTensor.from_array(bits), ["bf16-packed"], [])
     assert np.asarray(result.to_dense()).tobytes() == bits.tobytes()
+
+
+def test_packing_compiles_nothing_for_its_escapes() -> None:
+    """Another number of escapes needs no other program, which would stay in memory."""
+    compiled: list[float] = []
+
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration_secs)
+
+    def pack(escapes: int) -> None:
+        numbers = np.full((512, 128), 0.5, ml_dtypes.bfloat16)
+        numbers[3, :escapes] = 1e-30
+        weight = read_weight("w", LazyTensor.from_array(numbers), ["bf16-packed"], [])
+        assert weight.escape_value.shape == (escapes,)
+
+    pack(5)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        pack(6)
+        jax.jit(jnp.negative).lower(np.ones(67, np.float32)).compile()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1  # the last one, which shows that programs are counted
+
+
+def test_read_weight_copies_vectors_alone() -> None:
+    """A vector does not keep its file's pages; a matrix is used where it is."""
+    for shape in ((64,), (4, 16)):
+        array = empty_aligned(shape, np.float32, zeroed=True)
+        weight = read_weight("w", LazyTensor.from_array(array), ["float32"], [])
+        assert (weight.unsafe_buffer_pointer() == array.ctypes.data) == (len(shape) == 2)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
