@@ -58,7 +58,9 @@ Queries = structure(
 Block = structure("Block", base=c_int64, lanes=c_int32 * (2 * BLOCK))
 Blocks = structure("Blocks", begin=POINTER(Block), end=c_void_p)
 
-_W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
+Side = structure("Side", data=c_void_p, bf16=c_bool, by_depth=c_bool, rows=c_int64, depth=c_int64)
+
+_W, _I, _Q, _P, _S = (POINTER(s) for s in (Weight, Input, Queries, Part, Side))
 Products = structure(
     "Products",
     takes=ctypes.CFUNCTYPE(ctypes.c_bool, _W, _I),
@@ -81,7 +83,9 @@ Kernels = structure(
     softmax_rows=c_void_p,
     normalize=c_void_p,
     many=Products,
-    multiply_sides=c_void_p,
+    multiply_sides=ctypes.CFUNCTYPE(
+        None, _S, _S, c_int64, c_int64, c_int64, c_int64, c_void_p
+    ),
 )  # fmt: skip
 
 
@@ -184,6 +188,20 @@ def widen(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
     rows = len(out)
     for begin, end in ((0, rows // 2), (rows // 2, rows)):
         kernels(isa).widen(byref(matrix.native), begin, end, out.dtype == bfloat16, address(out))
+    return out
+
+
+def multiply_sides(isa: str, a: np.ndarray, b: np.ndarray, axes: tuple[int, int]) -> np.ndarray:
+    """Return the product of two matrices over an axis of each, one half of its rows at a time."""
+    left, right = (
+        Side(address(x), x.dtype == bfloat16, axis == 0, x.shape[1 - axis], x.shape[axis])
+        for x, axis in zip((a, b), axes, strict=True)
+    )
+    out = placed(np.full((left.rows, right.rows), 7, a.dtype))
+    for begin, end in ((0, left.rows // 2), (left.rows // 2, left.rows)):
+        kernels(isa).multiply_sides(
+            byref(left), byref(right), begin, end, 0, right.rows, address(out)
+        )
     return out
 
 

@@ -12,7 +12,16 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxllm.ops.native import Kind, available_isas
-from tests.ops.ctypes_kernels import Matrix, attend, bfloat16, placed, product, widen
+from tests.ops.ctypes_kernels import (
+    Matrix,
+    attend,
+    bfloat16,
+    kernels,
+    multiply_sides,
+    placed,
+    product,
+    widen,
+)  # fmt: skip
 from tests.ops.samples import (
     FORMATS,
     INPUTS,
@@ -93,10 +102,32 @@ def attention(rng: Rng, isa: str) -> bool:
     return right
 
 
+def multiplied(rng: Rng, isa: str) -> bool:
+    """Two matrices, where the set has a kernel for them; else there is nothing to compare."""
+    if not kernels(isa).multiply_sides:
+        return True
+    dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
+    depth = int(rng.choice(COLUMNS))
+    sizes = [(int(rng.choice((1, 3, 16, 18, 33, 50))), depth) for _ in range(2)]
+    axes = (int(rng.integers(2)), int(rng.integers(2)))
+    a, b = (
+        placed(rng.normal(0, 1, size if axis else size[::-1]).astype(dtype))
+        for size, axis in zip(sizes, axes, strict=True)
+    )
+    left, right = (
+        np.asarray(x if axis else x.T, np.float64) for x, axis in zip((a, b), axes, strict=True)
+    )
+    exact, size = left @ right.T, np.abs(left) @ np.abs(right).T
+    share = np.abs(exact) / 256 if dtype == bfloat16 else 0
+    y = multiply_sides(isa, a, b, axes).astype(np.float64)
+    return bool((np.abs(y - exact) <= 1e-6 * size + share).all())
+
+
 KERNELS: dict[str, Callable[[Rng, str], bool]] = {
     "linear": linear,
     "widen": widened,
     "attend": attention,
+    "multiply": multiplied,
 }
 
 
