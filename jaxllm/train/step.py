@@ -262,10 +262,10 @@ class TrainedWeight(WeightWrapper, struct.PyTreeNode):
 
 
 def wrap_trained(params: Params) -> Params:
-    """Wrap each matrix that is a plain array, after the frozen ones, in `TrainedWeight`."""
+    """Wrap each plain matrix of the model, after the frozen ones, in `TrainedWeight`."""
 
-    def wrap(_: str, leaf: Any) -> Any:
-        plain = not isinstance(leaf, WeightBase) and leaf.ndim == 2
+    def wrap(path: str, leaf: Any) -> Any:
+        plain = path.endswith(".weight") and not isinstance(leaf, WeightBase) and leaf.ndim == 2
         return TrainedWeight(leaf) if plain else leaf
 
     return map_leaves(wrap, params)

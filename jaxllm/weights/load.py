@@ -80,27 +80,37 @@ def read_weight(
             checked nevertheless.
     """
     name = formats[-1]
+    unchanged = name == tensor.dtype.name and name in DTYPES
     # A mapped vector would keep up to 2 MB of its file in memory, with huge pages.
-    if name == tensor.dtype.name and name in DTYPES and tensor.ndim > 1:
+    if unchanged and tensor.ndim > 1:
         array = tensor.read()
         if not passed:
             _report_non_finite(path, array, first_non_finite(array), 0, complaints)
         return jax.device_put(array, may_alias=True)
     dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
     leaf: Weight = parse_format(name).quantize_blocks(
-        tensor.shape, lambda: _read_blocks(path, tensor, dtypes, complaints)
+        tensor.shape,
+        lambda: _read_blocks(path, tensor, dtypes, complaints, passed=passed and unchanged),
     )
     return_freed_memory()  # blocks of temporary arrays
     return leaf
 
 
 def _read_blocks(
-    path: str, tensor: LazyTensor, dtypes: Sequence[np.dtype], complaints: list[str]
+    path: str,
+    tensor: LazyTensor,
+    dtypes: Sequence[np.dtype],
+    complaints: list[str],
+    *,
+    passed: bool,
 ) -> Iterator[np.ndarray]:
-    """Yield blocks of the tensor's rows in the last of `dtypes`; float64 becomes float32 first."""
+    """Yield blocks of the tensor's rows in the last of `dtypes`; float64 becomes float32 first.
+
+    passed: whether the stored numbers are known to be finite.
+    """
     done = 0
     for block in tensor.blocks(BLOCK_ROWS):
-        bad = first_non_finite(block)
+        bad = None if passed else first_non_finite(block)
         _report_non_finite(path, block, bad, done, complaints)
         done += block.size
         if block.dtype == np.float64:
