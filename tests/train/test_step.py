@@ -311,7 +311,7 @@ def test_trained_weight_gradients_equal_torch(dtype: str) -> None:
     ours = [jnp.asarray(a.detach().float().numpy(), dtype) for a in (x, w, slope)]
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        wrapped = wrap_trained({"w": w})["w"]
+        wrapped = wrap_trained({"up": {"weight": w}})["up"]["weight"]
         assert isinstance(wrapped, TrainedWeight)
         return (linear(x, wrapped) * ours[2].astype(jnp.float32)).sum()
 
