@@ -302,7 +302,7 @@ def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
 def _multiply(
     linear: LinearFn, x_RI: jax.Array, weight: Any, *, trained: bool = False
 ) -> jax.Array:
-    """Return `linear(x, weight)`, whose gradients are those of the dense product."""
+    """Return `linear(x, weight)`; its gradients are computed from the dense weight."""
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
