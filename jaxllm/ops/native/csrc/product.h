@@ -140,10 +140,10 @@ template <class S>
 void multiply_source(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t row_bytes,
                      int64_t begin, int64_t end, float* y) {
   constexpr bool kParts = S::kScales == Scales::kUnit, kSmall = kRegisters < 32;
-  constexpr int kOne = kParts && kSmall ? 1 : 4, kMost = !kParts ? (kSmall ? 2 : 4) : (kSmall ? 1 : 2);
+  constexpr int kMost = !kParts ? (kSmall ? 2 : 4) : (kSmall ? 1 : 2);
   constexpr int kFew = !kParts && kSmall ? 3 : kMost;
   blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<kOne, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+    tiles<4, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
       tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);
     });
   });
