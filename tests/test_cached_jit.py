@@ -18,7 +18,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.generation.loops import generate
 from jaxllm.generation.sampling.sampler import FunctionProcessor
 from jaxllm.models import compiled_steps
-from jaxllm.ops import compile_cache
+from jaxllm.ops import compile_cache, native
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.weights import load
 from jaxllm.weights.safetensors import first_non_finite
@@ -67,9 +67,9 @@ def test_cached_program_is_not_retraced(folder: Path) -> None:
 
 def test_kernel_setting_changes_cache_key(folder: Path) -> None:
     fresh()(X, 2.0, ())
-    with jaxllm.ops.native.disable_kernels():
+    with native.disable_kernels():
         fresh()(X, 2.0, ())
-    assert len(traced) == (2 if jaxllm.ops.native.is_enabled() else 1)
+    assert len(traced) == (2 if native.is_enabled() else 1)
 
 
 def test_prepared_program_is_not_retraced(folder: Path) -> None:

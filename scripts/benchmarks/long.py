@@ -98,6 +98,7 @@ def time_layer(kind: str, length: int, repeats: int) -> Timing:
     import jax.numpy as jnp
 
     from jaxllm.models.layers import AttentionContext, attend
+    from jaxllm.models.sites import NO_EDITS, Visitor
 
     config = make_config(kind)
     if config.segment_length is not None:
@@ -114,7 +115,8 @@ def time_layer(kind: str, length: int, repeats: int) -> Timing:
         settings = {"window": config.window(0), "kind": config.long_attention(0)}
         scope = AttentionContext(position_BT)
         options: Any = {"cache_dtype": "float32", "scale": config.attention_scale, **settings}
-        return attend(scope, 0, q, k, v, lambda x: x, **options).heads
+        visit = Visitor(0, position_BT, NO_EDITS, frozenset())
+        return attend(scope, visit, 0, q, k, v, lambda x: x, **options).x
 
     return time_runs(lambda: run(q, k, v), repeats)
 
@@ -226,7 +228,7 @@ def measure_in_process(
     """Return a separate process's measurement; None if it failed or exceeded the limit."""
     program = [sys.executable, __file__, "--worker", measure, kind, str(length), str(repeats)]
     # Cached programs of other processes would hide the compile time.
-    environment = {**os.environ, "JAXLLM_COMPILE_CACHE": "0"}
+    environment = {**os.environ, "JAXLLM_COMPILE_CACHE": "0", "JAX_TRACEBACK_FILTERING": "off"}
     try:
         done = subprocess.run(
             program, capture_output=True, text=True, check=False, timeout=limit, env=environment

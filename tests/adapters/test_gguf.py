@@ -13,7 +13,7 @@ from jaxllm.adapters import LoraConfig, read_adapter, write_gguf_adapter
 from jaxllm.adapters.attach import Adapter
 from jaxllm.cli.options import _parse_adapters
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.paths import flatten, map_leaves
 from tests.adapters.random_adapters import random_adapter, with_one
 from tests.convert.gguf.gguf_files import permuted
 from tests.tiny_models import assert_close, random_model, tokens
@@ -83,7 +83,7 @@ def test_gguf_adapter_equals_peft_adapter(family: str, tmp_path: Path) -> None:
         scale = ALPHA / a.shape[0]
         weights[f"{module}.weight"] += scale * np.asarray(b, np.float64) @ np.asarray(a)
     changed = {path: array.astype(np.float32) for path, array in weights.items()}
-    merged = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
+    merged = map_leaves(lambda path, _: changed[path], params)
     with_adapter = with_one(model.config, params, found)
     expected = jaxllm.forward(model, merged, None, IDS).logits
     assert_close(jaxllm.forward(model, with_adapter, None, IDS).logits, np.asarray(expected))

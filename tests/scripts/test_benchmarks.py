@@ -87,7 +87,7 @@ def test_gpu_times_each_test(capsys: Printed) -> None:
     assert all(row["rate"] > 0 and row["bus"] > 0 for row in rows)
 
 
-@pytest.mark.full
+@pytest.mark.more
 def test_long_times_one_length(tmp_path: Path) -> None:
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "long.png"
     options: Any = {"kinds": "dilated", "measures": "layer", "least": 16, "most": 16, "repeats": 1}

@@ -10,8 +10,9 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.lm import LM
 from jaxllm.weights.formats import parse_format, to_dense, weight_format
-from jaxllm.weights.paths import map_leaves
+from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import match_precision
 from jaxllm.weights.types.int_weight import IntWeight
 from tests.tiny_models import random_model
@@ -78,14 +79,12 @@ def test_offset_checkpoint_round_trips(tmp_path: Path) -> None:
 
     params = map_leaves(leaf, params)
     model = jaxllm.build(model.config, match_precision(params, model.precision))
-    lm = jaxllm.lm.LM(model.config, model, params, None, {}, tmp_path)
+    lm = LM(model.config, model, params, None, {}, tmp_path)
     lm.save(tmp_path / "saved")
     again = jaxllm.load(tmp_path / "saved")
     found = again.params["layers.0"]["self_attn"]["q_proj"]["weight"]
     assert isinstance(found, IntWeight) and found.format == name
-    np.testing.assert_array_equal(
-        to_dense(found), to_dense(dict(jaxllm.weights.paths.flatten(params))[path])
-    )
+    np.testing.assert_array_equal(to_dense(found), to_dense(dict(flatten(params))[path]))
 
 
 def test_offset_refuses_invalid_formats_and_values() -> None:
