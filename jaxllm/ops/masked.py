@@ -122,8 +122,8 @@ def _attend_by_scores(score_BKGTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """The backward pass of FlashAttention (Dao et al. 2022, appendix B.2), on whole arrays.
 
-    The slope of the softmax needs sums over outputs only. No array of the size of the weights is
-    transposed; for that, values are the first factor of the second product.
+    The slope of the softmax needs sums over outputs only. Values are the first factor of the second
+    product: otherwise its transpose would transpose the weights.
     """
     (score_BKGTS, v_BSKH), (score_slope, v_slope) = primals, tangents
     weight_BKGTS = softmax_weights(score_BKGTS)
