@@ -4,6 +4,7 @@ Elsewhere visibility is a comparison of positions (`ops.attend`); here the calle
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,12 +106,36 @@ def attend_with_mask(
     if mask_BTS.dtype == jnp.bool_:
         unseen_BS = ~mask_BTS.any(axis=1)
         v_BSKH = jnp.where(unseen_BS[:, :, None, None], 0.0, v_BSKH)  # zero times NaN is NaN
-        weight_BKGTS = jax.nn.softmax(jnp.where(mask_BKGTS, score_BKGTS, -jnp.inf), axis=-1)
-        weight_BKGTS = jnp.where(mask_BKGTS, weight_BKGTS, 0.0)  # a query that sees nothing
+        score_BKGTS = jnp.where(mask_BKGTS, score_BKGTS, -jnp.inf)
     else:
-        weight_BKGTS = jax.nn.softmax(score_BKGTS + mask_BKGTS.astype(jnp.float32), axis=-1)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+        score_BKGTS = score_BKGTS + mask_BKGTS.astype(jnp.float32)
+    out_BKGTH = _attend_by_scores(score_BKGTS, v_BSKH)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+@jax.custom_jvp
+def _attend_by_scores(score_BKGTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    return _weigh(softmax_weights(score_BKGTS), v_BSKH)
+
+
+@_attend_by_scores.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The backward pass of FlashAttention (Dao et al. 2022, appendix B.2), on whole arrays.
+
+    The slope of the softmax needs sums over outputs only. Values are the first factor of the second
+    product: otherwise its transpose would transpose the weights.
+    """
+    (score_BKGTS, v_BSKH), (score_slope, v_slope) = primals, tangents
+    weight_BKGTS = softmax_weights(score_BKGTS)
+    out_BKGTH = _weigh(weight_BKGTS, v_BSKH)
+    moved_BKGTS = weight_BKGTS * score_slope
+    by_scores = _weigh(moved_BKGTS, v_BSKH) - moved_BKGTS.sum(axis=-1, keepdims=True) * out_BKGTH
+    by_values = jnp.einsum("BSKH,BKGTS->BKHGT", v_slope, weight_BKGTS)
+    return out_BKGTH, by_scores + by_values.transpose(0, 1, 3, 4, 2)
+
+
+def _weigh(weight_BKGTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    return jnp.einsum("BKGTS,BSKH->BKGTH", weight_BKGTS, v_BSKH)
 
 
 def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
@@ -118,4 +143,5 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
-    return scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    # Queries are transposed, since scores, of which there are more, would be otherwise.
+    return scale * jnp.einsum("BKGTH,BSKH->BKGTS", q_BTKGH.transpose(0, 2, 3, 1, 4), k_BSKH)
