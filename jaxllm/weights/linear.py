@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxllm.ops import native, pallas
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.types.arrays import add_dependency, matmul
-from jaxllm.weights.types.base import WeightBase, round_up
+from jaxllm.weights.types.base import BLOCK_ROWS, WeightBase, round_up
 from jaxllm.weights.types.int_weight import IntWeight
 
 INT8_BLOCK = 512  # columns of x that share a scale if inputs are rounded to int8
@@ -129,11 +129,11 @@ def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., 
         return _multiply_native
     if path.fallback == "many":
         return _multiply_many
-    return (
-        _multiply_dequantized
-        if isinstance(weight, WeightBase) and path.fallback == "widened"
-        else _multiply_jax
-    )
+    if not isinstance(weight, WeightBase):
+        return _multiply_jax
+    if path.fallback == "widened":
+        return _multiply_dequantized
+    return _multiply_jax if inputs == "bfloat16" else _multiply_blocks
 
 
 def _multiply_native(
@@ -188,6 +188,35 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
         return y_RO if scale_O is None else y_RO * scale_O[None]
 
     return tuple(map(multiply, weights))
+
+
+def _multiply_blocks(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+    """Multiply many rows as `_multiply_jax` does, `BLOCK_ROWS` rows of a weight at a time.
+
+    XLA holds a dequantized weight twice, once in the order in which it multiplies. Those of a block
+    fit a processor's cache. The loop needs `x`: nothing is dequantized before it is there.
+    """
+    rows = x_RI.shape[0]
+
+    def multiply(weight: WeightBase) -> jax.Array:
+        outputs = weight.shape[0]
+        count = outputs // BLOCK_ROWS
+
+        def multiply_rows(index_o: jax.Array) -> jax.Array:
+            return matmul(x_RI, weight.take(index_o))
+
+        if count < 2:
+            return weight.matmul(x_RI)
+        index_bo = jnp.arange(count * BLOCK_ROWS).reshape(count, BLOCK_ROWS)
+        y_bRo = jax.lax.map(multiply_rows, index_bo)
+        y_RO = y_bRo.transpose(1, 0, 2).reshape(rows, count * BLOCK_ROWS)
+        if outputs > count * BLOCK_ROWS:
+            rest = add_dependency(x_RI, jnp.arange(count * BLOCK_ROWS, outputs))
+            y_RO = jnp.concatenate([y_RO, multiply_rows(rest)], axis=1)
+        return y_RO
+
+    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+    return tuple(multiply(as_weight(weight)) for weight in weights)
 
 
 def get_native_matrix(weight: Weight) -> native.Matrix:
