@@ -228,6 +228,7 @@ def test_product_of_many_rows_dequantizes_weight_in_blocks(
     if native.isa() is None:
         pytest.skip("there are no native kernels")
     monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 19)
     rng = np.random.default_rng(0)
     rows, outputs, columns = 7, 5 * 512 + 77, 384
     numbers = rng.normal(0, 0.02, (outputs, columns)).astype(np.float32)
