@@ -247,3 +247,20 @@ def test_product_of_many_rows_dequantizes_weight_in_blocks(
     expected = x.astype(np.float64) @ dense.T.astype(np.float64)
     bound = 1e-6 * (np.abs(x) @ np.abs(dense).T)
     assert (np.abs(program(x, weight) - expected) <= bound).all()
+
+
+def test_product_in_blocks_runs_on_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device multiplies its rows of the weight in blocks; x is the same on all of them."""
+    if native.isa() is None:
+        pytest.skip("there are no native kernels")
+    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 16)
+    rng = np.random.default_rng(0)
+    weight = as_format(jnp.asarray(rng.normal(0, 1, (2 * 579, 128)).astype(np.float32)), "int8-g32")
+    x = rng.normal(0, 1, (5, 128)).astype(np.float32)
+    specs: Any = jax.P(), jax.P("tensor")
+    count = min(2, jax.device_count())  # the types of arrays are checked on one device too
+    mesh = jax.make_mesh((count,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(linear, mesh=mesh, in_specs=specs, out_specs=jax.P(None, "tensor"))
+    expected = x.astype(np.float64) @ np.asarray(weight.to_dense()).T
+    np.testing.assert_allclose(jax.jit(sharded)(x, weight), expected, rtol=0, atol=1e-4)
