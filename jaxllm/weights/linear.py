@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops import native, pallas
+from jaxllm.ops.varying_axes import match_varying
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.types.arrays import add_dependency, matmul
-from jaxllm.weights.types.base import WeightBase, round_up
+from jaxllm.weights.types.base import BLOCK_ROWS, WeightBase, round_up
 from jaxllm.weights.types.int_weight import IntWeight
 
+BLOCKED_SIZE = 1 << 23  # numbers of a weight from which XLA multiplies blocks of it
 INT8_BLOCK = 512  # columns of x that share a scale if inputs are rounded to int8
 
 Weights = tuple[Weight, ...]
@@ -129,11 +131,11 @@ def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., 
         return _multiply_native
     if path.fallback == "many":
         return _multiply_many
-    return (
-        _multiply_dequantized
-        if isinstance(weight, WeightBase) and path.fallback == "widened"
-        else _multiply_jax
-    )
+    if not isinstance(weight, WeightBase):
+        return _multiply_jax
+    if path.fallback == "widened":
+        return _multiply_dequantized
+    return _multiply_jax if inputs == "bfloat16" else _multiply_blocks
 
 
 def _multiply_native(
@@ -188,6 +190,32 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
         return y_RO if scale_O is None else y_RO * scale_O[None]
 
     return tuple(map(multiply, weights))
+
+
+def _multiply_blocks(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+    """Multiply many rows as `_multiply_jax` does, a large weight `BLOCK_ROWS` rows at a time.
+
+    XLA holds a dequantized weight twice, once in the order in which it multiplies; a block fits a
+    processor's cache. All of the loop depends on x, so that nothing happens before x is there.
+    """
+    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+
+    def multiply(weight: WeightBase) -> jax.Array:
+        rows = weight.shape[0]
+        if weight.size < BLOCKED_SIZE or rows <= BLOCK_ROWS:
+            return weight.matmul(x_RI)
+
+        def multiply_block(i: jax.Array, y_RO: jax.Array) -> jax.Array:
+            begin = jnp.minimum(i * BLOCK_ROWS, rows - BLOCK_ROWS)  # the last one overlaps
+            y_Ro = matmul(x_RI, weight.take(begin + jnp.arange(BLOCK_ROWS)))
+            return jax.lax.dynamic_update_slice_in_dim(y_RO, y_Ro, begin, axis=1)
+
+        y_RO = add_dependency(x_RI, jnp.zeros((x_RI.shape[0], rows), jnp.float32))
+        y_RO = match_varying(y_RO, x_RI, weight)
+        done: jax.Array = jax.lax.fori_loop(0, -(-rows // BLOCK_ROWS), multiply_block, y_RO)
+        return done
+
+    return tuple(map(multiply, map(as_weight, weights)))
 
 
 def get_native_matrix(weight: Weight) -> native.Matrix:

@@ -16,6 +16,7 @@ import pytest
 
 from jaxllm.checkpoints.native import save
 from jaxllm.cli.convert import cast_checkpoint
+from jaxllm.convert.gguf.tensors import pack_blocks
 from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.ops import native
 from jaxllm.weights.formats import as_format
@@ -23,6 +24,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.linear import linear
 from jaxllm.weights.load import read_weight
 from jaxllm.weights.safetensors import empty_aligned, open_tensors, write_tensors
+from jaxllm.weights.types.block_weight import BlockWeight
 from tests.conftest import ROOT
 from tests.tiny_models import save_random
 
@@ -214,3 +216,51 @@ def test_dequantized_layers_do_not_add_up(name: str, isa: str | None, rows: int)
         if isa is not None:
             native.isa(before)
     assert held[1] < held[0] + size * size, held
+
+
+@pytest.mark.parametrize("name", ["int4-g32-f16", "int8-g64", "blocks"])
+def test_product_of_many_rows_dequantizes_weight_in_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where XLA multiplies a weight that has a kernel, a program holds a part of it, dequantized;
+    the sums are those of the whole.
+    """
+    if native.isa() is None:
+        pytest.skip("there are no native kernels")
+    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 19)
+    rng = np.random.default_rng(0)
+    rows, outputs, columns = 7, 5 * 512 + 77, 384
+    numbers = rng.normal(0, 0.02, (outputs, columns)).astype(np.float32)
+    weight = as_format(jnp.asarray(numbers), "int4-g32-f16" if name == "blocks" else name)
+    dense = np.asarray(weight.to_dense())
+    if name == "blocks":
+        data, scale = np.asarray(weight.data), np.asarray(weight.scale)
+        weight = BlockWeight(
+            jnp.asarray(pack_blocks(weight.int_format, data, scale, columns).reshape(-1)),
+            4,
+            columns,
+        )
+    x = rng.normal(0, 1, (rows, columns)).astype(np.float32)
+    program = jax.jit(linear).lower(x, weight).compile()
+    assert program.memory_analysis().temp_size_in_bytes < dense.nbytes / 2
+    expected = x.astype(np.float64) @ dense.T.astype(np.float64)
+    bound = 1e-6 * (np.abs(x) @ np.abs(dense).T)
+    assert (np.abs(program(x, weight) - expected) <= bound).all()
+
+
+def test_product_in_blocks_runs_on_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device multiplies its rows of the weight in blocks; x is the same on all of them."""
+    if native.isa() is None:
+        pytest.skip("there are no native kernels")
+    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 16)
+    rng = np.random.default_rng(0)
+    weight = as_format(jnp.asarray(rng.normal(0, 1, (2 * 579, 128)).astype(np.float32)), "int8-g32")
+    x = rng.normal(0, 1, (5, 128)).astype(np.float32)
+    specs: Any = jax.P(), jax.P("tensor")
+    count = min(2, jax.device_count())  # the types of arrays are checked on one device too
+    mesh = jax.make_mesh((count,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(linear, mesh=mesh, in_specs=specs, out_specs=jax.P(None, "tensor"))
+    expected = x.astype(np.float64) @ np.asarray(weight.to_dense()).T
+    np.testing.assert_allclose(jax.jit(sharded)(x, weight), expected, rtol=0, atol=1e-4)
