@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
+from jaxllm.ops import native
 from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
     ArraySpecs,
@@ -101,6 +102,14 @@ class NF4(WeightBase, struct.PyTreeNode):
             return _row_matmul(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
+
+    def native_matrix(self) -> native.Matrix | None:
+        if self.columns % BLOCK or not self.columns:  # rows share blocks
+            return None
+        arrays = [self.data, self.absmax, jnp.asarray(LEVELS, jnp.float32)]
+        if self.scale is not None and self.mean is not None:
+            arrays += [jnp.asarray(DYNAMIC), self.scale, self.mean]
+        return native.Matrix(native.Kind.NF4, arrays, BLOCK, self.rows)
 
     def with_rows(self, index: np.ndarray) -> "NF4":
         """Take rows; the absmax become float32, as slices may split the blocks of their scales."""
