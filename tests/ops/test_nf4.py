@@ -52,6 +52,9 @@ def test_nf4_products_equal_dense_weights(name: str) -> None:
         wide = np.asarray(x.astype(jnp.float32), np.float64)
         bound = 1e-6 * np.abs(wide) @ np.abs(dense).T
         assert (np.abs(jax.jit(linear)(x, weight) - wide @ dense.T) <= bound).all(), (rows, dtype)
+    with native.use_one_path(True):
+        many, one = (np.asarray(jax.jit(linear)(x[:rows], weight)) for rows in (40, 1))
+    assert many[:1].tobytes() == one.tobytes()
     assert quantized(33, 200, name).native_matrix() is None
 
 
@@ -72,10 +75,10 @@ def test_nf4_steps_hold_no_dequantized_weights() -> None:
 
 
 def test_nf4_model_equals_its_dequantized_model() -> None:
-    lm = jaxllm.load("demo:llama", quantize="nf4")
+    lm = jaxllm.load("demo:llama", dtype="float32", quantize="nf4")
     some = [leaf for _, leaf in flatten(lm.params) if weight_format(leaf) == "nf4"]
     assert some and all(leaf.native_matrix() is not None for leaf in some)
     ids = np.random.default_rng(2).integers(0, lm.config.vocab_size, (2, 9)).astype(np.int32)
     dense = jaxllm.dequantize(lm.params)
-    ours, plain = (np.asarray(lm.model.apply(p, ids)) for p in (lm.params, dense))
+    ours, plain = (jaxllm.forward(lm.model, p, None, ids).logits for p in (lm.params, dense))
     np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)

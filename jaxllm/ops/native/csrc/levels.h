@@ -52,7 +52,9 @@ struct LevelSource {
 };
 
 inline void multiply_levels(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  multiply_expanded(LevelSource(w, in), w, in, x, begin, end, y);
+  Weight padded = w;  // units of fewer lanes are parts of a block
+  padded.columns = up(w.columns, 64);
+  multiply_expanded(LevelSource(padded, in), padded, in, x, begin, end, y);
   mend(w, in, begin, end, y);
 }
 
