@@ -113,7 +113,7 @@ def test_ffi_refuses_malformed_nf4() -> None:
     assert native.dequantize(nf4(), f32, columns=256).shape == (5, 256)
     cases = [*((name, matrix, 256) for name, matrix in NF4.items()), ("200 columns", nf4(), 200)]
     for name, matrix, columns in cases:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: .*nf4"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"jaxllm: .*nf4"):
             native.dequantize(matrix, f32, columns=columns)
             pytest.fail(name)
 

@@ -98,8 +98,6 @@ class NF4(WeightBase, struct.PyTreeNode):
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
         weight = add_dependency(x_RI, self)
-        if x_RI.shape[0] == 1 and self.columns % BLOCK == 0:
-            return _row_matmul(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
@@ -303,12 +301,3 @@ def _take_rows(weight: NF4, index_N: jax.Array) -> jax.Array:
     byte_NI = weight.data[block_NI, j_NI % HALF]
     level_NI = _lookup_level(jnp.where(j_NI < HALF, byte_NI & 15, byte_NI >> 4))
     return level_NI * _absmax(weight)[block_NI]
-
-
-def _row_matmul(x_1I: jax.Array, weight: NF4) -> jax.Array:
-    """Multiply one row with whole blocks of stored bytes, which XLA:CPU fuses."""
-    byte = weight.data.reshape(weight.rows, -1, HALF)
-    low, high = jnp.moveaxis(x_1I.astype(jnp.float32).reshape(1, -1, 2, HALF), 2, 0)
-    absmax = jax.lax.optimization_barrier(_absmax(weight)).reshape(weight.rows, -1, 1)
-    each = (_lookup_level(byte & 15) * low + _lookup_level(byte >> 4) * high) * absmax
-    return each.sum(axis=(1, 2))[None]

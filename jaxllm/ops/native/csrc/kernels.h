@@ -39,8 +39,9 @@ struct Weight {
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
   // Integers in GGUF's blocks (Q4_0, Q8_0): before each 32 of `data` is their float16 scale. `scale` is then null.
   bool blocks;
-  // NF4: the 16 levels of the codes, and a scale for each 64 columns; rows are padded to whole ones. If `levels8` is not
-  // null, scales are uint8 codes of its 256 levels: the i-th of the matrix is levels8[code] * factor[i / 256] + *mean.
+  // NF4: the 16 levels of the codes, and a scale for each 64 columns; rows are padded to whole ones. If `levels8` is
+  // not null, scales are uint8 codes of its 256 levels: the i-th of the matrix is levels8[code] * factor[i / 256] +
+  // *mean.
   const float *levels, *levels8, *factor, *mean;
   // Packed bfloat16: exponents, and escapes for those that do not fit four bits.
   const uint8_t* nibbles;
