@@ -236,7 +236,7 @@ class Matrix(NamedTuple):
         kind: Storage type.
         arrays: Arrays `[O, ...]` of that type (see `weights.types`).
         group: Columns that share a scale; None if a row has one scale, or none.
-        rows: Its rows, if its arrays are flat: GGUF's blocks of integers as bytes, or blocks of NF4.
+        rows: Its rows, if its arrays are flat: GGUF's blocks as bytes, or blocks of NF4.
     """
 
     kind: Kind
