@@ -28,7 +28,7 @@ DEVICES, LIBRARY, BANDWIDTH = "devices", "library", "bandwidth"
 SET = "set "  # before the name of an instruction set
 FORMATS = (
     "float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g64", "int4-g64", "int4-g32-zp",
-    "bfloat16-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
+    "nf4", "bfloat16-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
 )  # fmt: skip
 # Of the sum of the terms' magnitudes, up to 2,048 columns.
 BOUND = 1e-6

@@ -32,7 +32,7 @@ TABLE = ROOT / "jaxllm" / "ops" / "native" / "paths.json"
 FORMATS = {
     "float32": ("float32",), "bfloat16": ("bfloat16", "float32"), "float16": ("float32",),
     "bf16-packed": ("bfloat16", "float32"), "int8": ("float32", "bfloat16", "int8"),
-    "int4-g64-f16": ("float32", "bfloat16", "int8"),
+    "int4-g64-f16": ("float32", "bfloat16", "int8"), "nf4": ("float32", "bfloat16"),
     "float32-2:4": ("float32",), "bfloat16-2:4": ("bfloat16", "float32"),
     "int8-2:4": ("float32", "bfloat16", "int8"), "float32-bitmap": ("float32",),
     "bfloat16-bitmap": ("bfloat16", "float32"), "int8-bitmap": ("float32", "bfloat16", "int8"),

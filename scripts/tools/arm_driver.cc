@@ -75,6 +75,10 @@ jaxllm::Weight read_weight(Reader& in) {
   w.escape_value = in.array<uint16_t>();
   w.mask = in.array<uint8_t>();
   w.begin = in.array<int32_t>();
+  w.levels = in.array<float>();
+  w.levels8 = in.array<float>();
+  w.factor = in.array<float>();
+  w.mean = in.array<float>();
   return w;
 }
 

@@ -95,9 +95,10 @@ def _pack_weight(matrix: Any) -> bytes:
         w.blocks,
     )
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
-    scale = None if matrix.blocks else matrix.scale
+    scale, *levels = [*matrix.levels, *[None] * 5][:5]
+    scale = matrix.scale if scale is None and not matrix.blocks else scale
     arrays = (matrix.data, scale, matrix.zero, nibbles, begin, column, value)
-    arrays += (matrix.mask, matrix.begin)
+    arrays += (matrix.mask, matrix.begin, *levels)
     return struct.pack("13q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
 
 

@@ -32,6 +32,7 @@ def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
 Weight = structure(
     "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
     group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, blocks=c_bool,
+    levels=c_void_p, levels8=c_void_p, factor=c_void_p, mean=c_void_p,
     nibbles=c_void_p, nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p,
     escape_column=c_void_p, escape_value=c_void_p, escapes=c_int32, mask=c_void_p,
     mask_stride=c_int64, begin=c_void_p, values=c_int64,
@@ -122,6 +123,7 @@ class Matrix:
     packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
     mask: np.ndarray | None = None  # sparse weights only; data holds their values
     begin: np.ndarray | None = None  # bitmap weights only
+    levels: Sequence[np.ndarray] = field(default_factory=list)  # of NF4: scales, levels, ...
     blocks: bool = False  # data holds the scales too, as GGUF's blocks
 
     @property
@@ -136,6 +138,11 @@ class Matrix:
             w.groups = self.scale.shape[1]
             w.half = self.scale.dtype == np.float16 and not self.blocks
             w.group = self.group or -(-columns // 128) * 128
+        if self.levels:
+            w.scale, w.levels, *coded = map(address, self.levels)
+            w.group, w.groups = 64, self.levels[0].shape[1]
+            if coded:
+                w.levels8, w.factor, w.mean = coded
         if self.packed:
             nibbles, base, begin, column, value = self.packed
             w.nibbles, w.nibble_stride, w.base = address(nibbles), nibbles.shape[1], int(base)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.ops.native import Kind
+from jaxllm.weights.types.nf4 import DYNAMIC, LEVELS
 from tests.ops.ctypes_kernels import DTYPES, Cached, Matrix, bfloat16, placed
 
 Rng = np.random.Generator
@@ -103,6 +104,29 @@ def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
     return Matrix(Kind.PACKED, numbers, placed(byte), packed=[placed(a) for a in pieces])
 
 
+def _nf4(coded: bool) -> Callable[..., Matrix]:
+    """Return a sampler of `weights.types.nf4` weights, with coded scales or with floats."""
+
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        groups = -(-columns // 64)
+        code, count = rng.integers(0, 256, (rows, groups), dtype=np.uint8), rows * groups
+        factor = rng.uniform(0.01, 0.05, -(-count // 256)).astype(np.float32)
+        mean, scale = np.float32(0.03), rng.normal(0, 0.01, (rows, groups)).astype(np.float32)
+        tables = [placed(np.array(LEVELS, np.float32))]
+        exact = scale.astype(np.float64)
+        if coded:
+            tables += [placed(DYNAMIC), placed(factor), placed(np.array(mean))]
+            repeated = np.repeat(factor, 256)[:count].reshape(rows, groups)
+            exact = DYNAMIC.astype(np.float64)[code] * repeated + np.float64(mean)
+        data = rng.integers(0, 256, (rows, groups, 32), dtype=np.uint8)
+        level = tables[0].astype(np.float64)[np.concatenate([data & 15, data >> 4], axis=2)]
+        numbers = (level * exact[..., None]).reshape(rows, groups * 64)[:, :columns]
+        levels = [placed(code if coded else scale), *tables]
+        return Matrix(Kind.NF4, numbers, placed(data.reshape(rows, groups * 32)), levels=levels)
+
+    return draw
+
+
 SPARSE = {  # dtype: the kinds for 2:4 and bitmap weights
     "float32": (Kind.SPARSE24_F32, Kind.BITMAP_F32),
     "bfloat16": (Kind.SPARSE24_BF16, Kind.BITMAP_BF16),
@@ -154,6 +178,8 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
     "int8-blocks": _blocks(8),
     "int4-blocks": _blocks(4),
     "bf16-packed": _packed,
+    "nf4": _nf4(True),
+    "nf4-f32": _nf4(False),
     **{
         f"{name}-{pattern}": _sparse(name, i)
         for name in SPARSE

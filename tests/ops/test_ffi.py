@@ -36,6 +36,13 @@ def int4(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None 
     return Matrix(Kind.INT4, [data, scale, *more], group)
 
 
+def nf4(count: int = 6, **changed: jax.Array) -> Matrix:
+    """Return 20 blocks of nf4, of which 200 columns are no whole number, or some of its pieces."""
+    weight: Any = as_format(jnp.ones((5, 256)), "nf4")
+    matrix = weight.replace(**changed).native_matrix()
+    return matrix._replace(arrays=matrix.arrays[:count])
+
+
 Q8, Q4 = zeros(5, 256, dtype=i8), zeros(5, 128, dtype=u8)
 WEIGHTS = {
     "a vector": Matrix(Kind.FLOAT32, [zeros(200)]),
@@ -74,6 +81,20 @@ WEIGHTS = {
 }
 
 
+NF4 = {
+    "fewer bytes": nf4(data=zeros(20, 31, dtype=u8)),
+    "no whole rows": nf4(data=zeros(19, 32, dtype=u8)),
+    "signed bytes": nf4(data=zeros(20, 32, dtype=i8)),
+    "fewer scales": nf4(absmax=zeros(19, dtype=u8)),
+    "scales of another type": nf4(absmax=zeros(20)),
+    "coded scales without a table": nf4(3),
+    "no mean": nf4(5),
+    "two factors": nf4(scale=zeros(2)),
+    "means of rows": nf4(mean=zeros(5)),
+    "scales alone": nf4(2),
+}
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_ffi_refuses_malformed_weights(name: str) -> None:
     """dequantize and linear raise on a weight whose arrays have a wrong count, shape, type or group
@@ -83,6 +104,18 @@ def test_ffi_refuses_malformed_weights(name: str) -> None:
         native.dequantize(WEIGHTS[name], f32, columns=200)
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
         native.linear(X, [WEIGHTS[name]], columns=200)
+
+
+def test_ffi_refuses_malformed_nf4() -> None:
+    """dequantize raises on pieces that do not fit 5 rows of 4 blocks, and on columns that are no
+    whole blocks.
+    """
+    assert native.dequantize(nf4(), f32, columns=256).shape == (5, 256)
+    cases = [*((name, matrix, 256) for name, matrix in NF4.items()), ("200 columns", nf4(), 200)]
+    for name, matrix, columns in cases:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"jaxllm: .*nf4"):
+            native.dequantize(matrix, f32, columns=columns)
+            pytest.fail(name)
 
 
 def call(name: str, out: Any, *args: Any, **attributes: Any) -> Any:

@@ -103,11 +103,12 @@ def test_model_quantized_on_mesh_saves_for_single_device(name: str, tmp_path: Pa
     found = jaxllm.load(tmp_path / "written")
     assert_same(found.params, lm.model.gather(lm.params))
     whole = jaxllm.load(tmp_path / "floats", **given)
-    if name == "int8":  # sharding stores the absmax of nf4 in float32
+    # Sharding stores the absmax of nf4 in float32, of which XLA may round a product first.
+    if name == "int8":
         assert_same(found.params, whole.params)
     prompt = tokens(2, 5)
     logits = [jaxllm.forward(m.model, m.params, None, prompt).logits for m in (found, whole)]
-    np.testing.assert_array_equal(*logits)
+    np.testing.assert_allclose(*logits, rtol=0, atol=0 if name == "int8" else 1e-4)
 
 
 @pytest.mark.parametrize(

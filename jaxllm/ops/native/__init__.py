@@ -58,12 +58,13 @@ class Kind(IntEnum):
     INT8 = 3
     INT4 = 4
     PACKED = 5
-    SPARSE24_F32 = 6
-    SPARSE24_BF16 = 7
-    SPARSE24_INT8 = 8
-    BITMAP_F32 = 9
-    BITMAP_BF16 = 10
-    BITMAP_INT8 = 11
+    NF4 = 6
+    SPARSE24_F32 = 7
+    SPARSE24_BF16 = 8
+    SPARSE24_INT8 = 9
+    BITMAP_F32 = 10
+    BITMAP_BF16 = 11
+    BITMAP_INT8 = 12
 
 
 PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)
@@ -235,7 +236,7 @@ class Matrix(NamedTuple):
         kind: Storage type.
         arrays: Arrays `[O, ...]` of that type (see `weights.types`).
         group: Columns that share a scale; None if a row has one scale, or none.
-        rows: Its rows, if its one array holds GGUF's blocks of integers as flat bytes.
+        rows: Its rows, if its arrays are flat: GGUF's blocks as bytes, or blocks of NF4.
     """
 
     kind: Kind

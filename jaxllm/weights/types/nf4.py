@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
+from jaxllm.ops import native
 from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
     ArraySpecs,
@@ -97,10 +98,16 @@ class NF4(WeightBase, struct.PyTreeNode):
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
         weight = add_dependency(x_RI, self)
-        if x_RI.shape[0] == 1 and self.columns % BLOCK == 0:
-            return _row_matmul(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
+
+    def native_matrix(self) -> native.Matrix | None:
+        if self.columns % BLOCK or not self.columns:  # rows share blocks
+            return None
+        arrays = [self.data, self.absmax, jnp.asarray(LEVELS, jnp.float32)]
+        if self.scale is not None and self.mean is not None:
+            arrays += [jnp.asarray(DYNAMIC), self.scale, self.mean]
+        return native.Matrix(native.Kind.NF4, arrays, BLOCK, self.rows)
 
     def with_rows(self, index: np.ndarray) -> "NF4":
         """Take rows; the absmax become float32, as slices may split the blocks of their scales."""
@@ -294,12 +301,3 @@ def _take_rows(weight: NF4, index_N: jax.Array) -> jax.Array:
     byte_NI = weight.data[block_NI, j_NI % HALF]
     level_NI = _lookup_level(jnp.where(j_NI < HALF, byte_NI & 15, byte_NI >> 4))
     return level_NI * _absmax(weight)[block_NI]
-
-
-def _row_matmul(x_1I: jax.Array, weight: NF4) -> jax.Array:
-    """Multiply one row with whole blocks of stored bytes, which XLA:CPU fuses."""
-    byte = weight.data.reshape(weight.rows, -1, HALF)
-    low, high = jnp.moveaxis(x_1I.astype(jnp.float32).reshape(1, -1, 2, HALF), 2, 0)
-    absmax = jax.lax.optimization_barrier(_absmax(weight)).reshape(weight.rows, -1, 1)
-    each = (_lookup_level(byte & 15) * low + _lookup_level(byte >> 4) * high) * absmax
-    return each.sum(axis=(1, 2))[None]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "floats.h"
+#include "levels.h"
 #include "rounded.h"
 #include "sparse.h"
 
@@ -10,7 +11,7 @@ namespace {
 
 // Whether the instruction set multiplies them as bfloat16 pairs.
 inline bool halves(const Weight& w, const Input& in) {
-  return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16;
+  return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16 && w.kind != Kind::kNF4;
 }
 
 // Whether they stay bfloat16; otherwise they become floats.
@@ -37,10 +38,12 @@ inline const Order* order_of(const Weight& w, bool pairs) {
       order_by([](int i) { return i / kHalves * kHalves + i % 2 * kLanes + i % kHalves / 2; });
   static constexpr Order kNibbles = order_by([](int i) { return nibble_column(i); });
   static constexpr Order kNibblesEvenOdd = order_by([](int i) { return nibble_column(even_odd(i)); });
+  static constexpr Order kLevels = order_by([](int i) { return level_column(i); });
   constexpr bool kWidened = columns_of<NibbleValue>() == kHalves;
   const Kind kind = dense_of(w.kind);
   if (kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
   if (kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
+  if (kind == Kind::kNF4) return &kLevels;
   if (pairs || (sparse(w) && kInOrder)) return nullptr;
   return kind == Kind::kBF16 || kind == Kind::kPacked ? &kEvenOdd : nullptr;
 }

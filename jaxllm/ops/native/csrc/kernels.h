@@ -13,6 +13,7 @@ enum class Kind : int32_t {
   kInt8,
   kInt4,
   kPacked,
+  kNF4,
   kSparse24F32,
   kSparse24BF16,
   kSparse24Int8,
@@ -38,6 +39,10 @@ struct Weight {
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
   // Integers in GGUF's blocks (Q4_0, Q8_0): before each 32 of `data` is their float16 scale. `scale` is then null.
   bool blocks;
+  // NF4: the 16 levels of the codes, and a scale for each 64 columns; rows are padded to whole ones. If `levels8` is
+  // not null, scales are uint8 codes of its 256 levels: the i-th of the matrix is levels8[code] * factor[i / 256] +
+  // *mean.
+  const float *levels, *levels8, *factor, *mean;
   // Packed bfloat16: exponents, and escapes for those that do not fit four bits.
   const uint8_t* nibbles;
   int64_t nibble_stride;

@@ -57,6 +57,8 @@ inline bool integers(const Weight& w) { return dense_of(w.kind) == Kind::kInt8 |
 constexpr int block_bytes(int bits) { return 2 + 4 * bits; }
 
 inline float scale_at(const Weight& w, int64_t i) {
+  if (w.levels8)  // rounded once, as a sum near zero would keep few bits of a rounded product
+    return __builtin_fmaf(w.levels8[static_cast<const uint8_t*>(w.scale)[i]], w.factor[i >> 8], *w.mean);
   if (w.blocks) return element(Kind::kF16, w.data + i * block_bytes(w.kind == Kind::kInt4 ? 4 : 8), 0);
   return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i);
 }
@@ -85,6 +87,8 @@ inline void to_floats(Kind kind, const void* data, int64_t at, int64_t count, fl
 // The scales of the groups of `rows` rows from row o on.
 inline void scales_of(const Weight& w, int64_t o, int64_t rows, float* out) {
   const int64_t first = o * w.groups, count = rows * w.groups, bytes = block_bytes(w.kind == Kind::kInt4 ? 4 : 8);
+  for (int64_t i = 0; i < count && w.levels8; i++) out[i] = scale_at(w, first + i);
+  if (w.levels8) return;
   if (!w.blocks) return to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, first, count, out);
   for (int64_t i = 0; i < count; i += kGathered) {
     const int64_t some = count - i < kGathered ? count - i : kGathered;

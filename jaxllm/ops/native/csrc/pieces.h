@@ -174,6 +174,29 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
       w.escapes = int32_t(piece[4].dimensions()[0]);
       return w;
     }
+    case Kind::kNF4: {
+      const int64_t blocks = piece[0].dimensions()[0];
+      const bool coded = piece.size() > 3;
+      if (columns <= 0 || columns % 64 || blocks % (columns / 64))
+        return ffi::Unexpected(wrong("rows of nf4 are whole blocks of 64 columns"));
+      const bool fits = piece.size() == (coded ? 6u : 3u) && is(piece[0], Type::U8, {blocks, 32}) &&
+                        is(piece[1], coded ? Type::U8 : Type::F32, {blocks}) && is(piece[2], Type::F32, {16});
+      if (!fits || (coded && !(is(piece[3], Type::F32, {256}) && is(piece[4], Type::F32, {whole(blocks, 256) / 256}) &&
+                               is(piece[5], Type::F32, {}))))
+        return ffi::Unexpected(wrong("the pieces of nf4 do not fit each other"));
+      w.group = 64;
+      w.groups = columns / 64;
+      w.rows = blocks / w.groups;
+      w.stride = columns / 2;
+      w.scale = piece[1].untyped_data();
+      w.levels = data_of<float>(piece[2]);
+      if (coded) {
+        w.levels8 = data_of<float>(piece[3]);
+        w.factor = data_of<float>(piece[4]);
+        w.mean = data_of<float>(piece[5]);
+      }
+      return w;
+    }
     case Kind::kSparse24F32:
     case Kind::kSparse24BF16:
     case Kind::kSparse24Int8:

@@ -23,10 +23,23 @@ inline void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, fl
     }
     return;
   }
-  if (!integers(w)) return to_floats(w.kind, row, from, count, out);
+  if (!integers(w) && w.kind != Kind::kNF4) return to_floats(w.kind, row, from, count, out);
   const bool four = w.kind == Kind::kInt4;
   const int64_t bytes = four ? 16 : 32;  // of 32 columns
   float whole[kPart];
+  if (w.kind == Kind::kNF4) {
+    const Levels levels(w.levels);
+    for (int64_t c = 0; c < count; c += 64) {
+      const float scale = scale_at(w, o * w.groups + (from + c) / 64);
+      for (int64_t j = 0; j < 32; j += kLanes) {
+        const Bits codes = Bits(__builtin_convertvector(load<Signed>(row + (from + c) / 2 + j), Ints));
+        store(whole + c + j, levels.at(codes) * scale);
+        store(whole + c + 32 + j, levels.at(codes >> 4) * scale);
+      }
+    }
+    if (count) memcpy(out, whole, 4 * count);
+    return;
+  }
   for (int64_t b = 0; b < kPart / 32; b++) {
     const uint8_t* byte = row + (from / 32 + b) * (w.blocks ? bytes + 2 : bytes) + (w.blocks ? 2 : 0);
     int8_t q[32];

@@ -26,6 +26,7 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
     case Kind::kF16: return multiply_floats<Kind::kF16, false>(w, in, x, begin, end, y);
     case Kind::kBF16: return either(multiply_floats<Kind::kBF16, kPairs>, multiply_floats<Kind::kBF16, false>);
     case Kind::kPacked: return either(multiply_packed<kPairs>, multiply_packed<false>);
+    case Kind::kNF4: return multiply_levels(w, in, x, begin, end, y);
     default:
       if (in.rounded) return multiply_rounded(w, in, x, begin, end, y);
       return either(multiply_exact<kPairs>, multiply_exact<false>);

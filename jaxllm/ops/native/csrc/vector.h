@@ -23,6 +23,8 @@
 //                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
 //                             i-th number; any order in which lane l of each register is of columns of the same
 //                             32 as byte 4 l;
+//      Levels(p).at(index)    of 16 floats from p on, the one that the lowest four bits of each lane select; its
+//                             other bits may be anything;
 //      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more
 //                             than the 32 columns of a register of nibbles), each repeated over its share of lanes;
 //                             .apart<Count>(p, bytes), `count` halves at that distance, likewise;

@@ -181,6 +181,16 @@ struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
   }
 };
 
+struct Levels {
+  __m256 low, high;
+  explicit Levels(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+  JAXLLM_INLINE Floats at(Bits index) const {  // by three bits, and the fourth as a sign
+    const __m256i i = __m256i(index);
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+  }
+};
+
 struct Spread {
   static constexpr bool kHalves = false;
   bool two;

@@ -246,6 +246,12 @@ struct Nibbles {
 };
 #endif
 
+struct Levels {
+  __m512 level;
+  explicit Levels(const float* p) : level(_mm512_loadu_ps(p)) {}
+  JAXLLM_INLINE Floats at(Bits index) const { return _mm512_permutexvar_ps(__m512i(index), level); }
+};
+
 struct Spread {
   static constexpr bool kHalves = true;
   __m512i index;

@@ -151,6 +151,14 @@ struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than wha
   }
 };
 
+struct Levels {
+  uint8x16x4_t table;
+  explicit Levels(const float* p) : table(load<uint8x16x4_t>(p)) {}
+  JAXLLM_INLINE Floats at(Bits index) const {  // by bytes: four for each level
+    return Floats(vqtbl4q_u8(table, uint8x16_t((index & 15) * 0x04040404 + 0x03020100)));
+  }
+};
+
 struct Spread {  // a register never spans groups
   static constexpr bool kHalves = false;
   explicit Spread(int) {}

@@ -109,6 +109,15 @@ struct Nibbles {
   }
 };
 
+struct Levels {
+  const float* level;
+  explicit Levels(const float* p) : level(p) {}
+  JAXLLM_INLINE Floats at(Bits index) const {
+    const Bits i = index & 15;
+    return Floats{level[i[0]], level[i[1]], level[i[2]], level[i[3]]};
+  }
+};
+
 struct Spread {  // a register never spans groups
   static constexpr bool kHalves = false;
   explicit Spread(int) {}
