@@ -11,5 +11,5 @@ import lazy_loader
 if _threads := os.environ.get("JAXLLM_THREADS"):  # XLA reads it when its CPU client is created
     os.environ.setdefault("PJRT_NPROC", _threads)
 
-__version__ = "0.9.0"
+__version__ = "1.0.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
