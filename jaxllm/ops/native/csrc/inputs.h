@@ -1,6 +1,7 @@
 // Inputs as the products need them: which numbers in which order.
 #pragma once
 
+#include "digits.h"
 #include "floats.h"
 #include "levels.h"
 #include "rounded.h"
@@ -22,9 +23,6 @@ struct Order {
   uint8_t column[128];
 };
 
-// Of registers of halves that are converted to floats: the first of each lane's two, then the second.
-constexpr int even_odd(int i) { return i / kHalves * kHalves + i % kLanes * 2 + i / kLanes % 2; }
-
 template <class Column>
 constexpr Order order_by(const Column& column) {
   Order order = {};
@@ -37,18 +35,18 @@ inline const Order* order_of(const Weight& w, bool pairs) {
   static constexpr Order kNarrowed =
       order_by([](int i) { return i / kHalves * kHalves + i % 2 * kLanes + i % kHalves / 2; });
   static constexpr Order kNibbles = order_by([](int i) { return nibble_column(i); });
-  static constexpr Order kNibblesEvenOdd = order_by([](int i) { return nibble_column(even_odd(i)); });
+  static constexpr Order kNibblesOfFloats = order_by(float_column);
   static constexpr Order kLevels = order_by([](int i) { return level_column(i); });
-  constexpr bool kWidened = columns_of<NibbleValue>() == kHalves;
   const Kind kind = dense_of(w.kind);
   if (kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
-  if (kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
+  if (kind == Kind::kInt4) return pairs ? &kNibbles : &kNibblesOfFloats;
   if (kind == Kind::kNF4) return &kLevels;
   if (pairs || (sparse(w) && kInOrder)) return nullptr;
   return kind == Kind::kBF16 || kind == Kind::kPacked ? &kEvenOdd : nullptr;
 }
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {
+  if (by_digits(w, in)) return in.rows * (exact_bytes(in) + rest_bytes(in));
   return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Digits) : stride_of(in) * (pairs(w, in) ? 2 : 4));
 }
 
@@ -64,16 +62,22 @@ void put_in_order(const Order* order, const T* from, int64_t count, T* to) {
 
 inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
   const int64_t columns = in.columns, count = blocks_of(in), whole = count * kRounded, stride = stride_of(in);
-  const Order* order = order_of(w, pairs(w, in));
-  float* x = reinterpret_cast<float*>(space<Order>(4 * whole));
+  const Order* order = order_of(w, pairs(w, in) && !by_digits(w, in));
+  float* x = reinterpret_cast<float*>(space<Order>(2 * 4 * whole));
   for (int64_t r = begin; r < end; r++) {
-    if (pairs(w, in) && !rounded(w, in)) {
+    if (pairs(w, in) && !rounded(w, in) && !by_digits(w, in)) {
       put_in_order(order, static_cast<const uint16_t*>(in.x) + r * columns, columns,
                    static_cast<uint16_t*>(prepared) + r * stride);
       continue;
     }
     to_floats(in.codes ? Kind::kInt8 : (in.bf16 ? Kind::kBF16 : Kind::kF32), in.x, r * columns, columns, x);
     for (int64_t i = columns; i < whole; i++) x[i] = 0;
+    if (by_digits(w, in)) {
+      float* turned = x + whole;
+      put_in_order(order, x, columns, turned);
+      prepare_exact(w, in, r, turned, prepared);
+      continue;
+    }
     if (!rounded(w, in)) {
       put_in_order(order, x, columns, static_cast<float*>(prepared) + r * stride);
       continue;

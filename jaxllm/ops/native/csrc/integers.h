@@ -119,11 +119,14 @@ struct Int4 {
       ahead(line, of->distance);
       if (Blocks) ahead(line + 64, of->distance);
     }
+    JAXLLM_INLINE Bytes codes(int64_t c) const { return codes_at<4, Blocks>(at, c); }
+    // The zero point; 1 where it is not the row's own.
+    JAXLLM_INLINE Ints offset(int64_t c) const { return Zero ? of->groups.zero(groups, c) : Ints{} + 1; }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       Ints zero = {};
       if (Zero) zero = of->groups.zero(groups, c);
-      of->nibbles.values(codes_at<4, Blocks>(at, c), zero, out);
+      of->nibbles.values(codes(c), zero, out);
     }
     JAXLLM_INLINE Floats scale(int64_t c) const {
       if constexpr (Blocks)
@@ -179,12 +182,6 @@ inline void mend(const Weight& w, const Input& in, int64_t begin, int64_t end, f
       for (int64_t o = first; o < last; o++)
         if (!__builtin_isfinite(out[o])) out[o] = product(w, in, o, r);
     }
-}
-
-template <bool Pairs>
-void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  multiply_integers<Pairs>(w, in, x, begin, end, y);
-  mend(w, in, begin, end, y);
 }
 
 }  // namespace

@@ -142,7 +142,18 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
 // The two bytes of a bfloat16 number for each nibble, put together: values 0 and 1 are of the low
 // nibbles of bytes 0 to 7 and 8 to 15 of each half of the register, 2 and 3 of the high ones.
 typedef Halves NibbleValue;
+#ifdef __AVXVNNI__
+constexpr int nibble_column(int i) {
+  return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i % 8 / 2 * 4 + i / 16 % 2 * 2 + i % 2;
+}
+// The bytes of lane l, of the four of a half, to bytes 2 l and 8 + 2 l on.
+JAXLLM_INLINE __m256i by_lanes(__m256i v) {
+  return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
+}
+#else
 constexpr int nibble_column(int i) { return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i / 16 % 2 * 8 + i % 8; }
+JAXLLM_INLINE __m256i by_lanes(__m256i v) { return v; }
+#endif
 
 template <bool Zero>
 struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
@@ -162,7 +173,7 @@ struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
   }
 
   JAXLLM_INLINE void values(Bytes q, Ints zero, Halves (&out)[4]) const {
-    const __m256i bits = _mm256_set1_epi8(15), byte = __m256i(q);
+    const __m256i bits = _mm256_set1_epi8(15), byte = by_lanes(__m256i(q));
     const Ints pair = zero << 8 | zero, zeros = pair << 16 | pair;
     JAXLLM_UNROLL
     for (int n = 0; n < 2; n++) {
