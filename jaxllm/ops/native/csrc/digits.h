@@ -1,11 +1,14 @@
-// Four-bit weights times bfloat16 inputs, where the set multiplies unsigned by signed bytes (VNNI): one row is
+// Four-bit weights times bfloat16 inputs, where the set multiplies unsigned by signed bytes (VNNI): few rows are
 // multiplied as integers, by three digits of each input.
 //
 // The eight columns of a lane have a step, a power of two so small that the inputs are whole numbers of steps, and so
 // large that the sum of the magnitudes of weights times steps is below 2^24. Then all sums of a lane are exact, as
-// integers as well as floats in any order, and one row has the bits that it has among others, multiplied as floats.
-// Inputs that are no whole number of steps, far smaller than one beside them, or not finite, are zeros there. They are
-// `rest`, and their products are added last.
+// integers as well as floats in any order, and a row has the bits that it has among many, multiplied as floats. Inputs
+// that are no whole number of steps, far smaller than one beside them, or not finite, are zeros there. They are the
+// row's rest, whose products are added last.
+//
+// Weights of high bits need no shift: 16 high + low times x of the high column, and low times what is then missing, is
+// 16 times both products.
 #pragma once
 
 #include "integers.h"
@@ -24,92 +27,84 @@ inline bool by_digits(const Weight& w, const Input& in) {
 constexpr int even_odd(int i) { return i / kHalves * kHalves + i % kLanes * 2 + i / kLanes % 2; }
 
 // The column, of 128, of the i-th float that multiplies nibbles.
-constexpr int float_column(int i) {
-  return nibble_column(columns_of<NibbleValue>() == kHalves ? even_odd(i) : i);
-}
+constexpr int float_column(int i) { return nibble_column(columns_of<NibbleValue>() == kHalves ? even_odd(i) : i); }
 
-// A unit's digits, the highest first, for columns of low and of high bits; what the weights' offset (or each unit of
-// their zero point) adds to a lane's sum, to be subtracted; a lane's step.
+// A unit's digits, the highest first: what is multiplied by low bits, and by whole bytes; what the weights' offset (or
+// each unit of their zero point) adds to a lane's sum, less than zero; a sixteenth of a lane's step.
 struct alignas(64) InputDigits {
   int8_t digit[3][2][kBytes];
   Ints bias;
   Floats step;
 };
 
-// Of a prepared input: bytes of a row, and the columns of row r that are its rest. They follow all rows.
-struct Rest {
-  int32_t* count;
-  int32_t* column;
-};
-
+// Of a prepared input: bytes of a row; then, for each row, how many columns are its rest, and which.
 inline int64_t units_of(const Input& in) { return up(in.columns, 128) / (2 * kBytes); }
 inline int64_t exact_bytes(const Input& in) {
   return in.rows <= kDigitRows ? units_of(in) * sizeof(InputDigits) : stride_of(in) * (kPairs ? 2 : 4);
 }
 inline int64_t rest_bytes(const Input& in) { return 4 * (in.columns + 1); }
-inline Rest rest_of(const Input& in, const void* prepared, int64_t r) {
-  const char* all = static_cast<const char*>(prepared) + in.rows * exact_bytes(in) + r * rest_bytes(in);
-  int32_t* at = reinterpret_cast<int32_t*>(const_cast<char*>(all));
-  return {at, at + 1};
-}
+inline int64_t rest_at(const Input& in, int64_t r) { return in.rows * exact_bytes(in) + r * rest_bytes(in); }
 
 // Prepares row r, `x`, floats in the order of float_column.
 inline void prepare_exact(const Weight& w, const Input& in, int64_t r, const float* x, void* prepared) {
-  const Rest rest = rest_of(in, prepared, r);
   uint8_t* to = static_cast<uint8_t*>(prepared) + r * exact_bytes(in);
-  *rest.count = 0;
-  for (int64_t c = 0; c < in.columns; c += 128) for (int u = 0; u < 128; u += 2 * kBytes, x += 2 * kBytes) {
-    Floats v[8], sum = {}, most = {};
-    JAXLLM_UNROLL
-    for (int n = 0; n < 8; n++) {
-      v[n] = load<Floats>(x + n * kLanes);
-      const Floats size = magnitude(v[n]) * 0x1p-8f;  // so that no sum overflows
-      sum += size;
-      most = larger(most, size);
-    }
-    // Weights are up to 8, or with a zero point 15: the sum is below 2^21 or 2^20 steps. And 17 times any input is below
-    // 2^23 - 2^15 steps, which three digits hold.
-    const Floats bound = larger(larger(sum, most * 4.3f), all_of(0x1p-100f));
-    const Bits bits = (Bits(bound) & 0x7f800000u) - ((w.zero ? 11u : 12u) << 23);
-    const Floats step = Floats(bits), inverse = Floats((254u << 23) - bits);
-    Ints steps[2][4], all = {};
-    JAXLLM_UNROLL
-    for (int n = 0; n < 8; n++) {
-      const Floats count = v[n] * inverse, near = nearest(count);
-      const Bits whole = Bits(near * step == v[n]) & Bits(magnitude(count) <= 0x1p21f);
-      const Floats kept = Floats(Bits(near) & whole);
-      v[n] = kept * step;
-      if (any_of(~whole))
-        for (int l = 0; l < kLanes; l++)
-          if (!whole[l]) rest.column[(*rest.count)++] = int32_t(c + float_column(u + n * kLanes + l));
-      const int column = float_column(n * kLanes);
-      all += steps[column / 16][column % 16] = to_ints(kept);
-    }
-    if (in.rows <= kDigitRows) {
-      InputDigits& out = *reinterpret_cast<InputDigits*>(to);
-      Bits word[3][2] = {};
+  int32_t* rest = reinterpret_cast<int32_t*>(static_cast<uint8_t*>(prepared) + rest_at(in, r));
+  rest[0] = 0;
+  for (int64_t c = 0; c < in.columns; c += 128)
+    for (int u = 0; u < 128; u += 2 * kBytes, x += 2 * kBytes) {
+      Floats v[8], sum = {}, most = {};
       JAXLLM_UNROLL
-      for (int i = 0; i < 4; i++) JAXLLM_UNROLL
-      for (int high = 0; high < 2; high++) {
-        Ints digits = high ? steps[1][i] : steps[0][i] * 16 - steps[1][i];
-        JAXLLM_UNROLL
-        for (int k = 2; k >= 0; k--) {
-          word[k][high] |= (Bits(digits) & 255) << (8 * i);
-          digits = (digits + 128) >> 8;
-        }
+      for (int n = 0; n < 8; n++) {
+        v[n] = load<Floats>(x + n * kLanes);
+        const Floats size = magnitude(v[n]) * 0x1p-8f;  // so that no sum overflows
+        sum += size;
+        most = larger(most, size);
       }
-      memcpy(out.digit, word, sizeof word);
-      out.bias = -16 * (w.zero ? 1 : 8) * all;
-      out.step = step * 0x1p-4f;
-      to += sizeof out;
-      continue;
+      // Weights are up to 8, or with a zero point 15: the sum is below 2^21 or 2^20 steps. And 17 times any input is
+      // below 2^23 - 2^16 steps, which three digits hold.
+      const Floats bound = larger(larger(sum, most * 4.3f), all_of(0x1p-100f));
+      const Bits bits = (Bits(bound) & 0x7f800000u) - ((w.zero ? 11u : 12u) << 23);
+      const Floats step = Floats(bits), inverse = Floats((254u << 23) - bits);
+      Ints steps[2][4], all = {};
+      JAXLLM_UNROLL
+      for (int n = 0; n < 8; n++) {
+        const Floats count = v[n] * inverse, near = nearest(count);
+        const Bits whole = Bits(near * step == v[n]) & Bits(magnitude(count) <= 0x1p21f);
+        const Floats kept = Floats(Bits(near) & whole);
+        v[n] = kept * step;
+        if (any_of(~whole))
+          for (int l = 0; l < kLanes; l++)
+            if (!whole[l]) rest[++rest[0]] = int32_t(c + float_column(u + n * kLanes + l));
+        const int column = float_column(n * kLanes);
+        all += steps[column / 16][column % 4] = to_ints(kept);
+      }
+      if (in.rows <= kDigitRows) {
+        InputDigits& out = *reinterpret_cast<InputDigits*>(to);
+        Bits word[3][2] = {};
+        JAXLLM_UNROLL
+        for (int i = 0; i < 4; i++) JAXLLM_UNROLL
+        for (int high = 0; high < 2; high++) {
+          Ints digits = high ? steps[1][i] : steps[0][i] * 16 - steps[1][i];
+          JAXLLM_UNROLL
+          for (int k = 2; k >= 0; k--) {
+            word[k][high] |= (Bits(digits) & 255) << (8 * i);
+            digits = (digits + 128) >> 8;
+          }
+        }
+        memcpy(out.digit, word, sizeof word);
+        out.bias = -16 * (w.zero ? 1 : 8) * all;
+        out.step = step * 0x1p-4f;
+        to += sizeof out;
+        continue;
+      }
+      JAXLLM_UNROLL
+      for (int n = 0; n < 8; n += kPairs + 1, to += sizeof(Floats)) {
+        if constexpr (kPairs)
+          store(to, narrow(v[n], v[n + 1]));
+        else
+          store(to, v[n]);
+      }
     }
-    JAXLLM_UNROLL
-    for (int n = 0; n < 8; n += kPairs + 1, to += sizeof(Floats)) {
-      if constexpr (kPairs) store(to, narrow(v[n], v[n + 1]));
-      else store(to, v[n]);
-    }
-  }
 }
 
 template <int O, int R, class Source>
@@ -154,12 +149,12 @@ inline void add_rest(const Weight& w, const Input& in, const uint8_t* prepared, 
   const bool half = w.half || w.blocks;
   const int64_t bytes = w.blocks ? block_bytes(4) : 16, size = half ? 2 : 4;
   for (int64_t r = 0; r < in.rows; r++) {
-    const Rest rest = rest_of(in, prepared, r);
-    for (int64_t o = begin; o < end && *rest.count; o += kLanes) {
+    const int32_t* rest = reinterpret_cast<const int32_t*>(prepared + rest_at(in, r));
+    for (int64_t o = begin; o < end && rest[0]; o += kLanes) {
       const int64_t last = (end - o < kLanes ? end - o : kLanes) - 1;
       Floats sum = {};
-      for (int32_t i = 0; i < *rest.count; i++) {
-        const int64_t c = rest.column[i], group = c / w.group, stride = w.blocks ? w.stride : w.groups * size;
+      for (int32_t i = 1; i <= rest[0]; i++) {
+        const int64_t c = rest[i], group = c / w.group, stride = w.blocks ? w.stride : w.groups * size;
         const uint8_t* code = w.data + o * w.stride + c / 32 * bytes + (w.blocks ? 2 : 0) + c % 16;
         const uint8_t* scale = w.blocks ? w.data + o * w.stride + group * bytes
                                         : static_cast<const uint8_t*>(w.scale) + o * stride + group * size;
@@ -201,8 +196,7 @@ void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t 
     else if (w.blocks)
       multiply_digits<false, true>(w, in, x, o, stop, y);
     else
-      w.zero ? multiply_digits<true, false>(w, in, x, o, stop, y)
-             : multiply_digits<false, false>(w, in, x, o, stop, y);
+      w.zero ? multiply_digits<true, false>(w, in, x, o, stop, y) : multiply_digits<false, false>(w, in, x, o, stop, y);
     if (by_digits(w, in)) add_rest(w, in, x, o, stop, y);
   }
   mend(w, in, begin, end, y);

@@ -87,7 +87,7 @@ struct Product {
 };
 
 // Whether both need the same prepared input.
-bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group; }
+bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group && !a.zero == !b.zero; }
 
 // x times each of the weights: `counts` arrays of `kinds`, in groups of `groups` columns. `digits`: 1
 // rounds x if weights are integers. `many`: by the matrix unit, if there is one that supports them.

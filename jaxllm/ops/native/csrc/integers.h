@@ -33,6 +33,8 @@ struct Groups {
   }
   JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
   GroupRow row(int64_t o, int i) const {
+    const uint8_t* line = static_cast<const uint8_t*>(w.scale) + 2 * o * w.groups;
+    for (int64_t i = 0; i < 2 * w.groups && as_stored; i += 64) ahead(line + i, 512);  // some rows ahead
     if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
     float* to = memory + i * stride;
     scales_of(w, o, 1, to);

@@ -22,7 +22,7 @@
 //      Nibbles<Zero>().values(q, zero, out)   the 8 N numbers q - 8, or q - zero, of 4 N bytes: NibbleValue[4] of
 //                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
 //                             i-th number; any order in which lane l of each register is of columns of the same
-//                             32 as byte 4 l;
+//                             32 as byte 4 l; if kOffset is not 0, of those of bytes 4 l to 4 l + 3;
 //      Levels(p).at(index)    of 16 floats from p on, the one that the lowest four bits of each lane select; its
 //                             other bits may be anything;
 //      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more

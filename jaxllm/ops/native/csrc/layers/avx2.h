@@ -148,7 +148,8 @@ constexpr int nibble_column(int i) {
 }
 // The bytes of lane l, of the four of a half, to bytes 2 l and 8 + 2 l on.
 JAXLLM_INLINE __m256i by_lanes(__m256i v) {
-  return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
+  return _mm256_shuffle_epi8(
+      v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
 }
 #else
 constexpr int nibble_column(int i) { return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i / 16 % 2 * 8 + i % 8; }
