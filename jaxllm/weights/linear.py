@@ -228,7 +228,7 @@ def get_native_matrix(weight: Weight) -> native.Matrix:
 def _has_gpu_kernel(x_RI: jax.Array, weight: Weight) -> bool:
     if not isinstance(weight, IntWeight) or (weight.bits == 8 and weight.zero is not None):
         return False
-    return weight.bits in (4, 8) and pallas.is_supported(x_RI, weight.data)
+    return pallas.is_supported(x_RI, weight.data, weight.bits)
 
 
 def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:

@@ -1,5 +1,8 @@
 """The Pallas kernel of integer weights, in interpret mode, against float64."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,11 +22,11 @@ def test_pallas_product_equals_dense_weights(name: str, rows: int) -> None:
     rounding.
     """
     rng = np.random.default_rng(rows)
-    weight = as_format(jnp.asarray(rng.normal(0, 1, (48, 300)), jnp.float32), name)
+    weight = as_format(jnp.asarray(rng.normal(0, 1, (64, 300)), jnp.float32), name)
     if weight.data.dtype == jnp.int8:
         weight = weight.replace(data=weight.data.at[::3, ::2].set(-128))
     x_RI = jnp.asarray(rng.normal(0, 1, (rows, 300)), jnp.bfloat16)
-    assert pallas.is_supported(x_RI, weight.data)
+    assert pallas.is_supported(x_RI, weight.data, weight.bits)
     y_RO = pallas.multiply(
         x_RI, weight.data, weight.scale, weight.zero, bits=weight.bits, group=weight.group,
         interpret=True,
@@ -33,12 +36,24 @@ def test_pallas_product_equals_dense_weights(name: str, rows: int) -> None:
     assert (np.abs(y_RO - x @ dense.T) <= bound).all()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_pallas_product_compiles_for_a_gpu(name: str) -> None:
+    """The product is translated to a Triton kernel, for which no GPU is needed."""
+    weight = as_format(jnp.zeros((128, 1024), jnp.float32), name)
+    x_RI = jax.ShapeDtypeStruct((1, 1024), jnp.bfloat16)
+    product = jax.jit(partial(pallas.multiply, bits=weight.bits, group=weight.group))
+    traced = product.trace(x_RI, weight.data, weight.scale, weight.zero)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_is_supported_rejects_unsupported_shapes_and_types() -> None:
     """is_supported is false for float32 inputs, more than 16 rows, no rows, and 47 outputs."""
-    data = jnp.zeros((48, 128), jnp.int8)
+    data = jnp.zeros((64, 128), jnp.int8)
     x = jnp.zeros((16, 100), jnp.bfloat16)
-    assert pallas.is_supported(x, data)
-    assert not pallas.is_supported(x.astype(jnp.float32), data)
-    assert not pallas.is_supported(jnp.zeros((17, 100), jnp.bfloat16), data)
-    assert not pallas.is_supported(x[:0], data)
-    assert not pallas.is_supported(x, data[:47])
+    assert pallas.is_supported(x, data, 8)
+    assert pallas.is_supported(x, data, 4)
+    assert not pallas.is_supported(x.astype(jnp.float32), data, 8)
+    assert not pallas.is_supported(jnp.zeros((17, 100), jnp.bfloat16), data, 8)
+    assert not pallas.is_supported(x[:0], data, 8)
+    assert not pallas.is_supported(x, data[:47], 8)
+    assert not pallas.is_supported(x, data, 2)
