@@ -5,43 +5,41 @@ program of the grid takes a block of weight rows and a part of the columns, and 
 columns that share a scale: integers are exact in bfloat16; a group's products are summed in
 float32, then scaled. The parts are added in order.
 
-Enabled by JAXLLM_PALLAS=1. Tested against plain JAX in interpret mode, and timed on a GPU by
-`scripts/benchmarks/gpu.py`.
+Used for 2 to 16 rows on a single NVIDIA GPU since Ampere, unless JAXLLM_PALLAS=0: there it was 3.6
+to 5.7 times as fast in whole models, while XLA fuses the dequantization of a single row
+(docs/benchmarks/gpu.md). Tests run it in interpret mode.
 """
 
 import functools
 import os
-from typing import Any, NamedTuple
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.ops.varying_axes import varying_axes
+
 ROWS = 16  # input rows of a tensor core; missing ones are zeros
+BLOCK = 32  # weight rows of a program
+PARTS = {4: 8, 8: 4}  # by bits: parts of the columns, so that few weight rows fill a GPU
+WARPS = {4: 1, 8: 2}
 HALF = 16  # bytes of 32 four-bit columns: see `weights.types.int_weight`
 CHUNK = 128  # columns per step if a row has one scale
 
 
-class Tile(NamedTuple):
-    """How much a program multiplies: weight rows, parts of the columns; and its warps."""
-
-    rows: int
-    parts: int
-    warps: int
-    stages: int  # steps whose weights are loaded ahead
-
-
-TILES = {4: Tile(64, 4, 2, 3), 8: Tile(32, 4, 2, 3)}  # by bits: docs/benchmarks/gpu.md
-
-
 def is_enabled() -> bool:
-    """Whether GPUs use the Pallas kernel."""
-    return os.environ.get("JAXLLM_PALLAS", "0") == "1"
+    """Whether the device is a single GPU for which the kernel compiles, and it is not disabled."""
+    device, *others = jax.devices()
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are "gfx942"
+    ampere = re.fullmatch(r"[0-9]+\.[0-9]+", capability) and float(capability) >= 8
+    return bool(ampere) and not others and os.environ.get("JAXLLM_PALLAS") != "0"
 
 
 def is_supported(x_RI: jax.Array, data: jax.Array, bits: int) -> bool:
-    """Whether the kernel supports these: bfloat16 inputs of few rows, weights in full blocks."""
-    rows = 0 < x_RI.shape[0] <= ROWS and x_RI.dtype == jnp.bfloat16
-    return rows and bits in TILES and data.ndim == 2 and data.shape[0] % TILES[bits].rows == 0
+    """Whether to use the kernel: a few rows of bfloat16, not in `shard_map`; full blocks."""
+    rows = 1 < x_RI.shape[0] <= ROWS and x_RI.dtype == jnp.bfloat16 and not varying_axes(x_RI)
+    return rows and bits in PARTS and data.ndim == 2 and data.shape[0] % BLOCK == 0
 
 
 def multiply(
@@ -65,7 +63,7 @@ def multiply(
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
-    (rows, columns), outputs, tile = x_RI.shape, data.shape[0], TILES[bits]
+    (rows, columns), outputs = x_RI.shape, data.shape[0]
     width = data.shape[1] * 8 // bits
     x = jnp.pad(x_RI, ((0, ROWS - rows), (0, width - columns))).T
     if bits == 4:  # the columns in low four bits, then those in high ones
@@ -73,14 +71,14 @@ def multiply(
     pieces = [data, scale] if zero is None else [data, scale, zero]
     y = pl.pallas_call(
         functools.partial(_kernel, bits=bits, unit=group or CHUNK),
-        out_shape=jax.ShapeDtypeStruct((tile.parts, outputs, ROWS), jnp.float32),
-        grid=(outputs // tile.rows, tile.parts),
+        out_shape=jax.ShapeDtypeStruct((PARTS[bits], outputs, ROWS), jnp.float32),
+        grid=(outputs // BLOCK, PARTS[bits]),
         in_specs=[
             pl.BlockSpec(x.shape, lambda i, part: (0, 0)),
-            *(pl.BlockSpec((tile.rows, p.shape[1]), lambda i, part: (i, 0)) for p in pieces),
+            *(pl.BlockSpec((BLOCK, p.shape[1]), lambda i, part: (i, 0)) for p in pieces),
         ],
-        out_specs=pl.BlockSpec((None, tile.rows, ROWS), lambda i, part: (part, i, 0)),
-        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        out_specs=pl.BlockSpec((None, BLOCK, ROWS), lambda i, part: (part, i, 0)),
+        compiler_params=triton.CompilerParams(num_warps=WARPS[bits]),
         interpret=interpret,
     )(x, *pieces)
     return y.sum(axis=0)[:, :rows].T
@@ -92,7 +90,7 @@ def _kernel(x_ref: Any, data_ref: Any, scale_ref: Any, *refs: Any, bits: int, un
     *zero_ref, out_ref = refs
     stored = unit * bits // 8  # columns of `data` that hold a unit
     units, groups = data_ref.shape[1] // stored, scale_ref.shape[1]
-    count = -(-units // TILES[bits].parts)
+    count = -(-units // PARTS[bits])
     begin = pl.program_id(1) * count
 
     def add(u: Any, total: jax.Array) -> jax.Array:
