@@ -6,7 +6,6 @@ and checking lazy tensors is shared with `convert`.
 
 import dataclasses
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +33,7 @@ from jaxllm.files import (
 )
 from jaxllm.files.versions import CHECKPOINT
 from jaxllm.ops import native
-from jaxllm.ops.compile_cache import is_known, load_first_programs, remember
+from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
 from jaxllm.runtime.schema import as_schema
@@ -212,7 +211,6 @@ def load_params(
     placed = placer or ParamPlacer()
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     files = _identify_files(checkpoint.directory), repr(precision)
-    load_first_programs((files, sys.argv[:2]))
     passed = is_known(files)
     in_place = placer is None and native.is_enabled() and jax.default_backend() == "cpu"
     blocks = checkpoint.blocks if in_place else {}

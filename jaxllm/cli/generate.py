@@ -18,6 +18,7 @@ from jaxllm.cli.options import (
     Stop,
     check_writable,
     load_model,
+    load_programs,
     read_options,
     read_steering,
     steering_options,
@@ -75,6 +76,8 @@ def generate(
             raise ConfigError("--steer requires a local model. A server has its own vectors")
         _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
         return
+    with spinner("starting"):  # JAX is imported
+        load_programs(model)
     options = read_options(
         sampling.more,
         stop_strings=stop,

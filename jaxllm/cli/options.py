@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,6 +137,17 @@ def parse_self_extend(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
+def load_programs(model: str) -> None:
+    """Begin to load, in other threads, the programs that this command used last for the model.
+
+    Call it before slow imports: loading needs JAX alone.
+    """
+    from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
+
+    enable_compile_cache()
+    load_first_programs((model, sys.argv[:2]))
+
+
 def load_model(
     model: str,
     dtype: str | None = None,
@@ -167,12 +179,11 @@ def load_model(
     # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
     quiet = show_progress is False or model.startswith("hf:")
     with spinner(None if quiet else f"loading {model}"):
+        if reuse_compiled:
+            load_programs(model)
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
-        from jaxllm.ops.compile_cache import enable_compile_cache
 
-        if reuse_compiled:
-            enable_compile_cache()
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:

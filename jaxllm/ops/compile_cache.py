@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
@@ -163,17 +163,25 @@ def _nothing() -> None: ...
 def load_first_programs(fact: Any) -> None:
     """Load, in other threads, the programs that the last process with this fact used first.
 
+    Does nothing if the last call had the same fact.
+
     fact: as for `load_or_make`; what such processes have in common.
     """
     global _first_keys
-    if _folder is None or not _has_full_repr(fact) or not _is_single_cpu():
+    if _folder is None or not _has_full_repr(fact):
         return
     file = _folder / f"{_key(load_first_programs.__qualname__, fact)}{VALUE_SUFFIX}"
+    if _first_keys is not None and _first_keys[0] == file:
+        return
     payload = _read_payload(file)
     keys = pickle.loads(payload) if payload else []
     _first_keys = file, keys, []
     for key in keys:
-        _pending[key] = _workers.submit(_load_program, _folder / f"{key}{SUFFIX}")
+        _pending[key] = _workers.submit(_load_ahead, _folder / f"{key}{SUFFIX}")
+
+
+def _load_ahead(file: Path) -> Any:
+    return _load_program(file) if _is_single_cpu() else None
 
 
 def _note_first_program(key: str) -> None:
@@ -323,7 +331,8 @@ def _has_full_repr(value: Any) -> bool:
         return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
     if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
         return False
-    hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
+    modules = sys.modules.get("flax.linen")  # whose import is slow, and may come later
+    hidden = ("parent", "name") if modules and isinstance(value, modules.Module) else ()
     fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
     return all(_has_full_repr(getattr(value, name)) for name in fields)
 
