@@ -11,7 +11,7 @@ import typer
 
 from jaxllm.cli.console import spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.runtime import multihost, signals
+from jaxllm.runtime import early_imports, multihost, signals
 
 if TYPE_CHECKING:
     from jaxllm.generation.options import Kind
@@ -142,6 +142,7 @@ def load_programs(model: str) -> None:
 
     Call it before slow imports: loading needs JAX alone.
     """
+    early_imports.import_jax()
     from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
 
     enable_compile_cache()
