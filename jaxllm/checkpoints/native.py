@@ -48,6 +48,7 @@ from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.block_weight import map_blocks
 
 WEIGHTS = "model.safetensors"
+HF_FORMAT, GGUF_FORMAT = "Hugging Face", "GGUF"  # other values of `Checkpoint.file_format`
 READ_AHEAD = 2  # quantized weights that other threads read while one is placed
 
 Pieces = dict[str, np.ndarray]  # the arrays of a quantized weight, by their names in files
