@@ -16,7 +16,7 @@ from typing import Any
 
 # Modules that JAX and Flax import and that jaxllm hardly uses: executed at their first use.
 _LATE = frozenset(
-    {"rich.console", "rich.table", "rich.text", "yaml", "absl.logging", "unittest.mock"}
+    {"rich.console", "rich.table", "rich.text", "yaml", "absl.logging", "unittest.mock", "filelock"}
     | {"pygments", "pygments.lexers", "pygments.formatters"}
 )
 
