@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxllm.runtime import early_imports, signals
+from jaxllm.runtime import signals
 
 
 def main() -> None:
@@ -13,8 +13,6 @@ def main() -> None:
 
         if ask.main(sys.argv[2:]):
             return
-    if sys.argv[1:2] == ["generate"]:
-        early_imports.begin()
     from jaxllm.cli import main
 
     main()

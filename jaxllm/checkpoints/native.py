@@ -247,10 +247,11 @@ def load_params(
             formats = precision.format_chain(path, tensor.ndim)
             # A placer may copy a matrix: only without one, it stays in memory until it is searched.
             later = search if placer is None and not passed else None
+            how: Any = {"passed": passed, "search": later}
             made = placed.load_tensor(
                 path,
                 tensor,
-                lambda some: read_weight(path, some, formats, complaints, passed=passed, search=later),
+                partial(read_weight, path, formats=formats, complaints=complaints, **how),
                 sliceable_axes(formats[-1]),
             )
             if not searched or searched[-1][0] != path:

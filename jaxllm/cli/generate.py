@@ -18,13 +18,12 @@ from jaxllm.cli.options import (
     Stop,
     check_writable,
     load_model,
-    load_programs,
     read_options,
     read_steering,
     steering_options,
 )
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
-from jaxllm.runtime import multihost
+from jaxllm.runtime import early_imports, multihost
 
 if TYPE_CHECKING:
     from jaxllm.cache import KVCache
@@ -77,7 +76,7 @@ def generate(
         _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
         return
     with spinner("starting"):  # JAX is imported
-        load_programs(model)
+        early_imports.import_jax()
     options = read_options(
         sampling.more,
         stop_strings=stop,

@@ -11,7 +11,7 @@ import typer
 
 from jaxllm.cli.console import spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.runtime import early_imports, multihost, signals
+from jaxllm.runtime import multihost, signals
 
 if TYPE_CHECKING:
     from jaxllm.generation.options import Kind
@@ -137,18 +137,6 @@ def parse_self_extend(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def load_programs(model: str) -> None:
-    """Begin to load, in other threads, the programs that this command used last for the model.
-
-    Call it before slow imports: loading needs JAX alone.
-    """
-    early_imports.import_jax()
-    from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
-
-    enable_compile_cache()
-    load_first_programs((model, sys.argv[:2]))
-
-
 def load_model(
     model: str,
     dtype: str | None = None,
@@ -180,11 +168,13 @@ def load_model(
     # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
     quiet = show_progress is False or model.startswith("hf:")
     with spinner(None if quiet else f"loading {model}"):
-        if reuse_compiled:
-            load_programs(model)
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
+        from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
 
+        if reuse_compiled:
+            enable_compile_cache()
+            load_first_programs((model, sys.argv[:2]))
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:

@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
@@ -331,8 +331,7 @@ def _has_full_repr(value: Any) -> bool:
         return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
     if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
         return False
-    modules = sys.modules.get("flax.linen")  # whose import is slow, and may come later
-    hidden = ("parent", "name") if modules and isinstance(value, modules.Module) else ()
+    hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
     fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
     return all(_has_full_repr(getattr(value, name)) for name in fields)
 

@@ -1,23 +1,19 @@
-"""Faster imports of JAX and Flax, for commands: what neither needs is skipped, put off or mapped.
-
-Imports only light parts of the standard library, because it runs before everything else.
-"""
+"""A faster import of JAX and Flax, for commands: what a command does not need is put off."""
 
 import contextlib
-import ctypes
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Modules that JAX and Flax import and that jaxllm hardly uses: executed at their first use.
+# Modules that JAX and Flax import and that commands hardly use.
 _LATE = frozenset(
     {"rich.console", "rich.table", "rich.text", "yaml", "absl.logging", "unittest.mock", "filelock"}
-    | {"pygments", "pygments.lexers", "pygments.formatters"}
+    | {"pygments", "pygments.lexers", "pygments.formatters", "jax.extend.pallas"}
+    | {"jaxlib.mosaic.python.tpu"}
 )
 
 
@@ -34,26 +30,22 @@ class _LateFinder:
         return spec
 
 
-def begin() -> None:
-    """Map JAX's library in another thread, while Python imports other modules; returns at once."""
-    sys.meta_path.insert(0, _LateFinder)
-    spec = importlib.util.find_spec("jaxlib")
-    if os.name == "posix" and spec is not None and spec.origin is not None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does before it loads the library
-        path = os.path.join(os.path.dirname(spec.origin), "libjax_common.so")
-        # A call of a C function runs without Python's lock, unlike `ctypes.CDLL(path)`.
-        arguments = (os.fsencode(path), os.RTLD_LAZY)
-        threading.Thread(target=ctypes.CDLL(None).dlopen, args=arguments, daemon=True).start()
-
-
 def import_jax() -> None:
-    """Import JAX without a search of all packages' metadata for a ROCm plugin, if there is none."""
-    with _without_metadata() if not _has_rocm() else contextlib.nullcontext():
-        import jax  # noqa: F401
+    """Import JAX and Flax, without the modules of `_LATE` until they are used.
+
+    JAX also reads the metadata of all packages to find a plugin for ROCm. That search is left out
+    if no package's name begins as those of such plugins do.
+    """
+    sys.meta_path.insert(0, _LateFinder)
+    try:
+        with contextlib.nullcontext() if _has_rocm() else _without_metadata():
+            import jax  # noqa: F401
+        import flax.linen  # noqa: F401
+    finally:
+        sys.meta_path.remove(_LateFinder)
 
 
 def _has_rocm() -> bool:
-    """Return whether a package's name begins as those of ROCm plugins do: `jax-rocm`."""
     folders = (path for path in sys.path if os.path.isdir(path))
     names = (name for path in folders for name in os.listdir(path))
     return any(name.lower().replace("-", "_").startswith("jax_rocm") for name in names)
@@ -61,12 +53,13 @@ def _has_rocm() -> bool:
 
 @contextlib.contextmanager
 def _without_metadata() -> Iterator[None]:
+    """Find no packages when all are asked for."""
     search = importlib.metadata.distributions
 
-    def find_none(**context: Any) -> Iterable[importlib.metadata.Distribution]:
+    def search_named(**context: Any) -> Iterable[importlib.metadata.Distribution]:
         return search(**context) if context else ()
 
-    importlib.metadata.distributions = find_none
+    importlib.metadata.distributions = search_named
     try:
         yield
     finally:

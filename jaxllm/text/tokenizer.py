@@ -20,7 +20,13 @@ import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
 from jaxllm.text.byte_level import symbols_to_bytes
-from jaxllm.text.formats import TOKENIZER_FILES, TokenizerTree, find_tokenizer_format, read_tree, token_ids
+from jaxllm.text.formats import (
+    TOKENIZER_FILES,
+    TokenizerTree,
+    find_tokenizer_format,
+    read_tree,
+    token_ids,
+)
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer", "has_tokenizer"]
 
