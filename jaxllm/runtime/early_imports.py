@@ -12,7 +12,7 @@ from typing import Any
 # Modules that JAX and Flax import and that commands hardly use.
 _LATE = frozenset(
     {"rich.console", "rich.table", "rich.text", "yaml", "absl.logging", "unittest.mock", "filelock"}
-    | {"pygments", "pygments.lexers", "pygments.formatters", "jax.extend.pallas"}
+    | {"pygments.lexers", "pygments.formatters", "jax.extend.pallas"}
     | {"jaxlib.mosaic.python.tpu"}
 )
 
