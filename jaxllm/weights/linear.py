@@ -191,7 +191,9 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
             weight = weight.replace(scale=jnp.ldexp(jnp.float32(1), power_O)[:, None])
         if weight.size < BLOCKED_SIZE or rows <= BLOCK_ROWS:
             weight = add_dependency(x_RI, weight, kernel=True)  # never all layers' weights at once
-            y_RO = matmul(x_RI, native.dequantize(get_native_matrix(weight), dtype, columns=columns))
+            y_RO = matmul(
+                x_RI, native.dequantize(get_native_matrix(weight), dtype, columns=columns)
+            )
             return y_RO if scale_O is None else y_RO * scale_O[None]
 
         def multiply_block(i: jax.Array, y_RO: jax.Array) -> jax.Array:
