@@ -74,11 +74,11 @@ def assets_from_directory(directory: Path) -> TextAssets:
     )
 
 
-def _value_or_error(read: Callable[[Path], Any], directory: Path) -> Any:
+def _value_or_error(read: Callable[..., Any], *args: Any) -> Any:
     try:
-        return read(directory)
+        return read(*args)
     except JaxllmError as error:
-        return error
+        return error.with_traceback(None)  # whose frames hold all that was read
 
 
 def assets_from_gguf(path: Path) -> TextAssets:
@@ -88,11 +88,9 @@ def assets_from_gguf(path: Path) -> TextAssets:
     settings = reader.read_parts(path)[0].settings
     tree = tokenizer_read.read_tokenizer(settings, path)
     tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
-    try:
-        roles = {} if tree is None else tree.roles
-        return TextAssets(tokenizer, tokenizer_read.read_template(settings, roles, path))
-    except JaxllmError as error:
-        return TextAssets(tokenizer, error)
+    roles = {} if tree is None else tree.roles
+    template = _value_or_error(tokenizer_read.read_template, settings, roles, path)
+    return TextAssets(tokenizer, template)
 
 
 def _open_hf(source: CheckpointSource) -> Checkpoint:
