@@ -255,18 +255,24 @@ template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y, int64_t few = S::kScales == Scales::kNone ? 4 : 16) {
   constexpr bool kAgain = S::kScales == Scales::kUnit && (S::kPairs || kRegisters < 32);
-  if (kAgain || in.rows <= few)
-    return multiply_source(source, w, in, x, w.stride, begin, end, y);
+  if (kAgain || in.rows <= few) return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef DecodedRows<S> Block;
-  const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows, rest = end - begin - whole * Block::kRows;
+  const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows,
+                rest = end - begin - whole * Block::kRows;
   const bool near = in.rows > 16;
   constexpr size_t kBytes = Block::kRows * Block::kColumns * Block::kSize;
   uint8_t* memory = space<Block>(kBytes + strips * 4 * Block::kRows * sizeof(Floats));
   Floats* sums = reinterpret_cast<Floats*>(memory + kBytes);
   S ahead = source;
   if (near && source.distance) ahead.distance = Block::kRows * w.stride;
-  Block block = {w, reinterpret_cast<const X<S>*>(x), stride_of(in), up(w.columns, S::kUnit), y,
-             reinterpret_cast<decltype(Block::values)>(memory), {}, {}};
+  Block block = {w,
+                 reinterpret_cast<const X<S>*>(x),
+                 stride_of(in),
+                 up(w.columns, S::kUnit),
+                 y,
+                 reinterpret_cast<decltype(Block::values)>(memory),
+                 {},
+                 {}};
   for (int64_t n = 0; n < whole + (rest > 0); n++) {
     const int64_t first = begin + n * Block::kRows;
     block.o = near || n == whole ? TileRows{first, 1, end - 1} : TileRows{begin + n, whole, end - 1};
