@@ -234,7 +234,7 @@ struct DecodedRows {
     for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
     for (int j = 0; j < 4; j++) sum[n][j] = c ? all[4 * n + j] : Floats{};
     for (int64_t from = c; from < end; from += kPass) {
-      if (!r) {  // asks for the next panel
+      if (!r) {  // asks for what is decoded next
         JAXLLM_UNROLL
         for (int n = 0; n < kTile; n++)
           for (int u = 0; u < kPass; u += S::kChunk) row[i + n].fetch(from + u);
@@ -248,9 +248,9 @@ struct DecodedRows {
   }
 };
 
-// By panels for more input rows than `few`. Few of them leave time to read far rows, as tiles do; the outputs of many
-// fill lines of y, and each panel asks for the next one. Units with scales need registers for two sums each, and
-// scales of pairs cost more than their values: these are decoded again for each tile.
+// By decoded rows if there are more input rows than `few`. Few of them leave time to read far rows, as tiles do; the
+// outputs of many fill lines of y, and each block asks for the next one. Units with scales need registers for two sums
+// each, and scales of pairs cost more than their values: these are decoded again for each tile.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y, int64_t few = S::kScales == Scales::kNone ? 4 : 16) {
