@@ -75,7 +75,7 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
   typedef decltype(+Factors{}.part[0]) Number;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns, kNumbers = sizeof(Factors) / sizeof(Number);
   constexpr bool kParts = S::kScales == Scales::kUnit;
-  constexpr bool kShare = R == 1 ? kRegisters >= 32 || N <= 2 : !kParts || kInMemory<S>;
+  constexpr bool kShare = R == 1 ? kRegisters >= 32 || N <= 2 : kInMemory<S> || !(kParts || S::kPairs);
   constexpr int P = kShare ? (R == 1 && N * O > 16 ? O / 2 : O) : 1;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
@@ -112,10 +112,11 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
 // Adds the products of columns begin <= c < end, whole units, to a tile's sums.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_columns(Floats (&sum)[O][R], Row (&row)[O], int64_t begin, int64_t end, const X<S>* x,
-                               int64_t x_stride) {
+                               int64_t x_stride, bool fetch) {
   for (int64_t c = begin; c < end; c += S::kChunk) {
     JAXLLM_UNROLL
-    for (int i = 0; i < O; i++) row[i].fetch(c);
+    for (int i = 0; i < O; i++)
+      if (fetch) row[i].fetch(c);
     JAXLLM_UNROLL
     for (int u = 0; u < S::kChunk; u += S::kUnit) {
       if (S::kEnds && c + u >= end) break;
@@ -142,7 +143,7 @@ void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, con
   for (int i = 0; i < O; i++) row[i] = source.row(o[i], i);
   x += r * x_stride;
   const int64_t whole = S::kTail ? w.columns / S::kChunk * S::kChunk : w.columns;
-  add_columns<S>(sum, row, 0, whole, x, x_stride);
+  add_columns<S>(sum, row, 0, whole, x, x_stride, !r);
   if constexpr (S::kTail) {
     if (whole < w.columns) {
       alignas(64) uint8_t ends[O][S::kChunk * 4] = {};
@@ -239,7 +240,8 @@ struct DecodedRows {
         for (int n = 0; n < kTile; n++)
           for (int u = 0; u < kPass; u += S::kChunk) row[i + n].fetch(from + u);
       }
-      add_columns<DecodedRows>(sum, rows, from, from + kPass < end ? from + kPass : end, x + r * x_stride, x_stride);
+      add_columns<DecodedRows>(sum, rows, from, from + kPass < end ? from + kPass : end, x + r * x_stride, x_stride,
+                               false);
     }
     if (end >= columns) return put<S>(sum, w, TileRows{o[i], o.step, o.last}, r, y);
     JAXLLM_UNROLL
