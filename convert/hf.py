@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.checkpoints.native import (
+    HF_FORMAT,
     Checkpoint,
     check_output_directory,
     check_special_ids,
@@ -73,7 +74,6 @@ TABLES: dict[str, Architecture] = {
     for table in import_module(f"{__package__}.{name}").TABLES
 }
 
-FORMAT_NAME = "Hugging Face"
 WEIGHTS_STEM = "model"  # file name of unsharded weights, without its suffix
 AUTOGPTQ_CONFIG = "quantize_config.json"  # AutoGPTQ's settings, before they moved to config.json
 
@@ -129,7 +129,7 @@ def open_hf(
         generation,
         precision,
         formats,
-        file_format=FORMAT_NAME,
+        file_format=HF_FORMAT,
         ignored=unread_fields(data),
     )
 

@@ -1,7 +1,7 @@
 """Registry of checkpoint formats: native, Hugging Face and GGUF, with their tokenizers.
 
 To add a format, write a module that opens it as a `Checkpoint`, and add a row to
-`CHECKPOINT_FORMATS`.
+`CHECKPOINT_FORMATS`. Modules of formats are imported when they are used.
 """
 
 import contextlib
@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.checkpoints.native import Checkpoint, open_native, read_model_json
+from jaxllm.checkpoints.native import (
+    GGUF_FORMAT,
+    HF_FORMAT,
+    Checkpoint,
+    open_native,
+    read_model_json,
+)
 from jaxllm.checkpoints.resolve import resolve_path
-from jaxllm.convert.gguf import reader as gguf, tokenizer_read
-from jaxllm.convert.hf import FORMAT_NAME, open_hf
 from jaxllm.errors import CheckpointError, JaxllmError, UnusedSettingsWarning
 from jaxllm.files import read_text
 from jaxllm.files.versions import CHECKPOINT
@@ -70,23 +74,43 @@ def assets_from_directory(directory: Path) -> TextAssets:
     )
 
 
-def _value_or_error(read: Callable[[Path], Any], directory: Path) -> Any:
+def _value_or_error(read: Callable[..., Any], *args: Any) -> Any:
     try:
-        return read(directory)
+        return read(*args)
     except JaxllmError as error:
-        return error
+        return error.with_traceback(None)  # whose frames hold all that was read
 
 
 def assets_from_gguf(path: Path) -> TextAssets:
     """Read the tokenizer and the chat template from the first part of a GGUF file."""
-    settings = gguf.read_parts(path)[0].settings
+    from jaxllm.convert.gguf import reader, tokenizer_read
+
+    settings = reader.read_parts(path)[0].settings
     tree = tokenizer_read.read_tokenizer(settings, path)
     tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
-    try:
-        roles = {} if tree is None else tree.roles
-        return TextAssets(tokenizer, tokenizer_read.read_template(settings, roles, path))
-    except JaxllmError as error:
-        return TextAssets(tokenizer, error)
+    roles = {} if tree is None else tree.roles
+    template = _value_or_error(tokenizer_read.read_template, settings, roles, path)
+    return TextAssets(tokenizer, template)
+
+
+def _open_hf(source: CheckpointSource) -> Checkpoint:
+    from jaxllm.convert.hf import open_hf
+
+    return open_hf(source.path, source.header, strict=source.strict)
+
+
+def _open_gguf(source: CheckpointSource) -> Checkpoint:
+    from jaxllm.convert.gguf.reader import open_gguf
+
+    return open_gguf(source.path, strict=source.strict)
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    from jaxllm.convert.gguf.reader import recognizes
+
+    return recognizes(path)
 
 
 CHECKPOINT_FORMATS = (
@@ -97,15 +121,15 @@ CHECKPOINT_FORMATS = (
         assets_from_directory,
     ),
     CheckpointFormat(
-        FORMAT_NAME,
+        HF_FORMAT,
         lambda source: source.path.is_dir() and "format" not in source.header,
-        lambda source: open_hf(source.path, source.header, strict=source.strict),
+        _open_hf,
         assets_from_directory,
     ),
     CheckpointFormat(
-        gguf.FORMAT_NAME,
-        lambda source: gguf.recognizes(source.path),
-        lambda source: gguf.open_gguf(source.path, strict=source.strict),
+        GGUF_FORMAT,
+        lambda source: _is_gguf(source.path),
+        _open_gguf,
         assets_from_gguf,
     ),
 )
@@ -140,8 +164,10 @@ def read_chat_template(file: Path, path: Path) -> ChatTemplate:
 
     Raises CheckpointError if the file cannot be read, TemplateError if it is malformed.
     """
-    if gguf.recognizes(path):
-        tree = tokenizer_read.read_tokenizer(gguf.read_parts(path)[0].settings, path)
+    if _is_gguf(path):
+        from jaxllm.convert.gguf import reader, tokenizer_read
+
+        tree = tokenizer_read.read_tokenizer(reader.read_parts(path)[0].settings, path)
         tokens = tokenizer_read.special_tokens({} if tree is None else tree.roles)
     else:
         tokens = tuple(read_special_tokens(path).items())
@@ -155,10 +181,12 @@ def open_tokenizer_files(path: Path) -> Iterator[list[Path]]:
     For a GGUF file they are temporary, and exist only within the block. Raises CheckpointError for
     a malformed tokenizer.
     """
-    if not gguf.recognizes(path):
+    if not _is_gguf(path):
         yield tokenizer_files(path)
         return
-    settings = gguf.read_parts(path)[0].settings
+    from jaxllm.convert.gguf import reader, tokenizer_read
+
+    settings = reader.read_parts(path)[0].settings
     tree, template = (
         tokenizer_read.read_tokenizer(settings, path),
         tokenizer_read.find_template(settings),

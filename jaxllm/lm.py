@@ -3,18 +3,18 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import textwrap
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import jax
 import numpy as np
 
-from jaxllm.adapters.multi_lora import AdapterPaths, with_loaded_adapters
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.checkpoints import native
@@ -29,7 +29,6 @@ from jaxllm.errors import (
     suggest_name,
 )
 from jaxllm.files import as_path
-from jaxllm.generation.background import BackgroundServer
 from jaxllm.generation.completion import (
     Completion,
     GenerationConfig,
@@ -54,13 +53,10 @@ from jaxllm.generation.options import (
 )
 from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
-from jaxllm.generation.serve import PreparedRequest, answer_requests, prepare_request
-from jaxllm.models import FAMILIES
+from jaxllm.models import FAMILIES, build
 from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype
-from jaxllm.sharding import MeshSpec, build_model
-from jaxllm.sharding.sharded_model import shard_model_like, unshard_model
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
@@ -73,6 +69,12 @@ from jaxllm.weights.quantize import Rules
 from jaxllm.weights.render import render_params
 from jaxllm.weights.replica_check import check_replicas
 from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
+
+if TYPE_CHECKING:  # imported where they are used: most processes do without
+    from jaxllm.adapters.multi_lora import AdapterPaths
+    from jaxllm.generation.background import BackgroundServer
+    from jaxllm.generation.serve import PreparedRequest
+    from jaxllm.sharding import MeshSpec
 
 # Options of `embeddings`.
 _EMBED_OPTIONS = ("layer", "pooling", "normalize", "batch", "show_progress")
@@ -255,7 +257,7 @@ class LM:
 
     def serve(
         self,
-        requests: Iterable[Mapping[str, Any] | PreparedRequest | None],
+        requests: "Iterable[Mapping[str, Any] | PreparedRequest | None]",
         *,
         rows: int = 8,
         capacity: int | None = None,
@@ -296,6 +298,8 @@ class LM:
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
         """
+        from jaxllm.generation.serve import answer_requests
+
         capacity = self.config.default_cache_size if capacity is None else capacity
         return answer_requests(
             self, requests, self._read_request, rows=rows, capacity=capacity,
@@ -303,11 +307,13 @@ class LM:
             shared_prefixes=[self.encode(text) for text in shared_prefixes],
         )  # fmt: skip
 
-    def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest:
+    def prepare_request(self, request: Mapping[str, Any]) -> "PreparedRequest":
         """Encode and check a request of `serve` ahead, in any thread: long texts, grammars.
 
         Raises what makes `serve` answer a request with an error, apart from its length.
         """
+        from jaxllm.generation.serve import prepare_request
+
         return prepare_request(request, self._read_request)
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
@@ -335,8 +341,10 @@ class LM:
                     yield item
 
     @functools.cached_property
-    def _background(self) -> BackgroundServer:
+    def _background(self) -> "BackgroundServer":
         """What `agenerate` and `astream` share; its cache is freed a moment after the last call."""
+        from jaxllm.generation.background import BackgroundServer
+
         return BackgroundServer(self, idle_seconds=1.0)
 
     def _read_request(
@@ -559,9 +567,9 @@ def load(
     quantize: Rules | None = None,
     int8_inputs: bool = False,
     invariant: bool = False,
-    adapters: AdapterPaths = (),
+    adapters: "AdapterPaths" = (),
     place: Placement | None = None,
-    mesh: str | MeshSpec | None = None,
+    mesh: "str | MeshSpec | None" = None,
     exact: bool = False,
     fsdp: bool = False,
     strict: bool = False,
@@ -606,6 +614,7 @@ def load(
     """
     if keep_programs is not False:
         compile_cache.enable_compile_cache(None if keep_programs is True else keep_programs)
+        compile_cache.load_first_programs((str(path), sys.argv[:2]))
     opened = path if isinstance(path, native.Checkpoint) else open_checkpoint(path, strict=strict)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if dtype is not None and not isinstance(dtype, Precision):
@@ -623,7 +632,11 @@ def load(
         _describe_checkpoint(opened, precision, quantize, mesh, exact, fsdp)
     )
     check_replicas(opened.tensors, opened.directory, show_progress)
-    model, into = build_model(opened.config, precision, place, mesh, exact, fsdp)
+    model, into = build(opened.config, precision), None
+    if place is not None or mesh is not None or exact or fsdp or multihost.is_multiprocess():
+        from jaxllm.sharding import build_model
+
+        model, into = build_model(opened.config, precision, place, mesh, exact, fsdp)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as the NaN scan
         reading = beside.submit(read_text_assets, opened)
         params = native.load_params(opened, precision, placer=into, show_progress=show_progress)
@@ -639,7 +652,11 @@ def load(
             "adapters require all layers on every process, but this mesh splits them into stages."
             " Merge the adapter into the weights first (jaxllm merge), or use a mesh with stage=1"
         )
-    params, names = with_loaded_adapters(opened.config, params, adapters)
+    names: tuple[str, ...] = ()
+    if adapters not in ((), [], {}):
+        from jaxllm.adapters.multi_lora import with_loaded_adapters
+
+        params, names = with_loaded_adapters(opened.config, params, adapters)
     if into is not None and names:
         params = map_leaves(into.place_adapter, params)
     if into is not None:
@@ -671,11 +688,15 @@ load.__doc__ = str(load.__doc__).replace(
 
 def to_one_device(lm: LM) -> LM:
     """Return the model for one device, with its parameters gathered on the host of each process."""
+    from jaxllm.sharding.sharded_model import unshard_model
+
     return dataclasses.replace(lm, model=unshard_model(lm.model), params=lm.model.gather(lm.params))
 
 
 def shard_like(lm: LM, other: LM) -> LM:
     """Shard a single-device model like another model, if that is on a mesh."""
+    from jaxllm.sharding.sharded_model import shard_model_like
+
     model = shard_model_like(lm.model, other.model)
     return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 

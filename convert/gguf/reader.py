@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoints.native import Checkpoint, check_special_ids, check_tensors, native_precision
+from jaxllm.checkpoints.native import (
+    GGUF_FORMAT,
+    Checkpoint,
+    check_special_ids,
+    check_tensors,
+    native_precision,
+)
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import GGUFArchitecture
@@ -29,7 +35,6 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision
 
-FORMAT_NAME = "GGUF"
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_PARTS = 1 << 12
 # Keys of ids that end a text; the end of a turn or message may differ from the end of a text.
@@ -88,7 +93,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         generation,
         precision,
         formats,
-        file_format=FORMAT_NAME,
+        file_format=GGUF_FORMAT,
         ignored=unknown_keys(first),
         blocks=blocks,
     )

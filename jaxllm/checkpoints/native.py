@@ -6,7 +6,6 @@ and checking lazy tensors is shared with `convert`.
 
 import dataclasses
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,22 +33,24 @@ from jaxllm.files import (
 )
 from jaxllm.files.versions import CHECKPOINT
 from jaxllm.ops import native
-from jaxllm.ops.compile_cache import is_known, load_first_programs, remember
+from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
 from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.formats import Weight, as_weight, parse_format, sliceable_axes, to_dense
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import peek_weight, to_lazy_tensors
-from jaxllm.weights.load import NotLocal, ParamPlacer, read_weight
+from jaxllm.weights.load import NotLocal, ParamPlacer, read_weight, report_non_finite
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.safetensors import open_tensors, write_tensors
+from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.block_weight import map_blocks
 
 WEIGHTS = "model.safetensors"
+HF_FORMAT, GGUF_FORMAT = "Hugging Face", "GGUF"  # other values of `Checkpoint.file_format`
 READ_AHEAD = 2  # quantized weights that other threads read while one is placed
+SEARCHERS = 2  # threads that look for NaN
 
 Pieces = dict[str, np.ndarray]  # the arrays of a quantized weight, by their names in files
 
@@ -212,7 +213,6 @@ def load_params(
     placed = placer or ParamPlacer()
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     files = _identify_files(checkpoint.directory), repr(precision)
-    load_first_programs((files, sys.argv[:2]))
     passed = is_known(files)
     in_place = placer is None and native.is_enabled() and jax.default_backend() == "cpu"
     blocks = checkpoint.blocks if in_place else {}
@@ -221,10 +221,15 @@ def load_params(
         for path, shape in flatten(shapes)
         if path in checkpoint.formats and path not in blocks and placed.is_local(path)
     ]
+    searched: list[tuple[str, np.ndarray, Future[int | None]]] = []
     with (
         bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance,
         closing(_run_ahead(quantized)) as pieces,
+        ThreadPoolExecutor(SEARCHERS) as threads,
     ):
+
+        def search(path: str, array: np.ndarray) -> None:
+            searched.append((path, array, threads.submit(first_non_finite, array)))
 
         def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight | NotLocal:
             if not placed.is_local(path):
@@ -240,16 +245,23 @@ def load_params(
                 return placed.place_weight(path, leaf)
             tensor = checkpoint.tensors[path]
             formats = precision.format_chain(path, tensor.ndim)
+            # A placer may copy a matrix: only without one, it stays in memory until it is searched.
+            later = search if placer is None and not passed else None
+            how: Any = {"passed": passed, "search": later}
             made = placed.load_tensor(
                 path,
                 tensor,
-                lambda some: read_weight(path, some, formats, complaints, passed=passed),
+                partial(read_weight, path, formats=formats, complaints=complaints, **how),
                 sliceable_axes(formats[-1]),
             )
-            advance(tensor.nbytes)
+            if not searched or searched[-1][0] != path:
+                advance(tensor.nbytes)
             return made
 
         params = map_leaves(read, shapes)
+        for path, array, found in searched:
+            report_non_finite(path, array, found.result(), 0, complaints)
+            advance(array.nbytes)
     if complaints := list(
         dict.fromkeys(itertools.chain(*multihost.all_gather_objects(complaints)))
     ):

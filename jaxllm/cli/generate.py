@@ -23,7 +23,7 @@ from jaxllm.cli.options import (
     steering_options,
 )
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
-from jaxllm.runtime import multihost
+from jaxllm.runtime import early_imports, multihost
 
 if TYPE_CHECKING:
     from jaxllm.cache import KVCache
@@ -75,6 +75,8 @@ def generate(
             raise ConfigError("--steer requires a local model. A server has its own vectors")
         _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
         return
+    with spinner("starting"):  # JAX is imported
+        early_imports.import_jax()
     options = read_options(
         sampling.more,
         stop_strings=stop,

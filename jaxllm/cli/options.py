@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,10 +170,11 @@ def load_model(
     with spinner(None if quiet else f"loading {model}"):
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
-        from jaxllm.ops.compile_cache import enable_compile_cache
+        from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
 
         if reuse_compiled:
             enable_compile_cache()
+            load_first_programs((model, sys.argv[:2]))
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:

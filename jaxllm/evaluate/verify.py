@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoints.native import with_params
-from jaxllm.convert.hf import FORMAT_NAME, write_hf
+from jaxllm.checkpoints.native import HF_FORMAT, with_params
+from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.parity import compare
 from jaxllm.evaluate.parity.backends import Backend, JaxBackend
@@ -140,7 +140,7 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
     """
     opened = open_checkpoint(files or lm.path)
     rounded = any(weight_format(leaf) != dtype for _, leaf in flatten(lm.params))
-    if files is not None and not rounded and opened.file_format == FORMAT_NAME:
+    if files is not None and not rounded and opened.file_format == HF_FORMAT:
         yield opened.directory
         return
     if rounded or files is None:

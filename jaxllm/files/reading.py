@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import stat
 from os import PathLike
 from pathlib import Path
@@ -23,6 +24,7 @@ MAX_JSON_BYTES = (
 )  # nested lists take 20 times this in memory; the largest tokenizers have 2**25
 MAX_DEPTH = 64  # of JSON: a tokenizer's has 10
 MAX_DIGITS = 40  # of a JSON integer: 2**64 has 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of one, alone or of a pair
 
 
 def regular_size(path: Path) -> int:
@@ -149,7 +151,7 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
             parse_float=_parse_float,
             parse_constant=_reject_constant,
         )
-        _check_tree(value)
+        _check_tree(value, isinstance(text, bytes) or _may_hold_surrogates(text))
     except json.JSONDecodeError as problem:
         at = f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
         raise error(f"{where} is not valid JSON ({at})") from None
@@ -189,16 +191,21 @@ def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _check_tree(value: Any) -> None:
+def _may_hold_surrogates(text: str) -> bool:
+    return bool(_SURROGATE.search(text)) or not _is_encodable(text)
+
+
+def _check_tree(value: Any, search_surrogates: bool) -> None:
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH + 1:
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
         objects = [node for node in level if isinstance(node, dict)]
-        texts = itertools.chain((node for node in level if isinstance(node, str)), *objects)
-        if not _is_encodable("".join(texts)):  # at once: a tokenizer has 100,000 texts
-            raise ValueError("a lone surrogate, which is not text")
+        if search_surrogates:
+            texts = itertools.chain((node for node in level if isinstance(node, str)), *objects)
+            if not _is_encodable("".join(texts)):
+                raise ValueError("a lone surrogate, which is not text")
         lists = [node for node in level if isinstance(node, list)]
         level = [*itertools.chain(*lists, *(node.values() for node in objects))]
 

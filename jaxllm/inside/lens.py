@@ -24,6 +24,7 @@ from jaxllm.files.versions import LENS
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
 from jaxllm.models.edits import Add, Set
 from jaxllm.models.inputs import Array, check_inputs, check_model
+from jaxllm.ops.products import einsum
 from jaxllm.runtime.progress import status_bar, steps_bar
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import forward
@@ -41,7 +42,7 @@ class Lens(struct.PyTreeNode):
 
     def map(self, stream_LBTD: jax.Array) -> jax.Array:
         """Return the mapped streams."""
-        mapped = jnp.einsum("LBTI,LDI->LBTD", stream_LBTD, self.weight_LDD)
+        mapped = einsum("LBTI,LDI->LBTD", stream_LBTD, self.weight_LDD)
         return mapped + self.bias_LD[:, None, None]
 
 

@@ -18,6 +18,7 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import as_path, atomic_directory, path_inside, read_json, write_json
 from jaxllm.models.edits import Apply, Clamp, Edit
+from jaxllm.ops.products import einsum
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, check_seed, is_number
 from jaxllm.weights.lazy import LazyTensor
@@ -59,7 +60,7 @@ class SparseAutoencoder(struct.PyTreeNode):
         x_ND = x.reshape(-1, x.shape[-1])
         if self.subtract_bias:
             x_ND = x_ND - self.bias_D[None]
-        f_NF = jax.nn.relu(x_ND @ self.encoder_DF + self.encoder_bias_F[None])
+        f_NF = jax.nn.relu(einsum("ND,DF->NF", x_ND, self.encoder_DF) + self.encoder_bias_F[None])
         if self.threshold_F is not None:
             f_NF = jnp.where(f_NF > self.threshold_F[None], f_NF, 0.0)
         if self.k is not None:
@@ -71,7 +72,7 @@ class SparseAutoencoder(struct.PyTreeNode):
     def decode(self, f: jax.Array) -> jax.Array:
         """Return the activations `[..., D]` of features `[..., F]`."""
         f_NF = f.reshape(-1, f.shape[-1])
-        x_ND = f_NF @ self.decoder_FD + self.bias_D[None]
+        x_ND = einsum("NF,FD->ND", f_NF, self.decoder_FD) + self.bias_D[None]
         return x_ND.reshape(*f.shape[:-1], -1)
 
     def clamp(self, feature: int, value: Any, **where: Any) -> Edit:

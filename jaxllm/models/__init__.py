@@ -9,6 +9,7 @@ A family's file also defines its configuration with rotary settings and windows
 docs/add_a_family.md covers all of it.
 """
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -44,7 +45,25 @@ _NAMES = (
     "qwen3_moe",
     "gpt_neox",
 )
-FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _NAMES}
+
+
+class _Families(Mapping[str, Family]):
+    """The families' rows by model type; a family's module is imported when its row is read."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in _NAMES:
+            raise KeyError(name)
+        family: Family = import_module(f"{__name__}.{name}").FAMILY
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+FAMILIES = _Families()
 
 
 def get_family(model_type: str) -> Family:

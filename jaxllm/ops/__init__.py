@@ -5,7 +5,8 @@ dilated/: LongNet's. kv_quant: keys and values as a cache stores them, int8 or n
 activations. pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens
 grouped by segment. row_sums: sums and softmaxes of rows. varying_axes: varying axes of
 `shard_map`. token_logprobs: token log-probabilities. padding: bucket lengths. compile_cache:
-compiled programs on disk. native/: C++ kernels; pallas: a GPU kernel.
+compiled programs on disk. products: sums of products, equally exact on every device; native/: C++
+kernels; pallas: a GPU kernel.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

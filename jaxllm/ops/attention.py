@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native
 from jaxllm.ops.kv_quant import Entries, Int8Entries, dequantize
+from jaxllm.ops.products import einsum, match_dtypes
 from jaxllm.ops.varying_axes import match_varying
 
 BLOCK = 256  # slots per block: small enough to skip empty ones, large enough to be fast
@@ -360,29 +361,18 @@ def finite_or_zero(top: jax.Array) -> jax.Array:
 
 def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
     """Return the scores of a block's keys, float32 `[B, K, G, T, S]`; -inf if not visible."""
-    q, k = _match_dtypes(queries.q_BTKGH, dequantize(block.k_BSKH))
+    q, k = match_dtypes(queries.q_BTKGH, dequantize(block.k_BSKH))
     if k.shape[0] == 1:
-        product = _product("BTKGH,SKH->BKGTS", q, k[0])
+        product = einsum("BTKGH,SKH->BKGTS", q, k[0])
     else:
-        product = _product("BTKGH,BSKH->BKGTS", q, k)
+        product = einsum("BTKGH,BSKH->BKGTS", q, k)
     score = soft_cap(queries.scale * product, queries.cap)
     return jnp.where(seen_BTS[:, None, None, :, :], score, -jnp.inf)
 
 
 def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the weighted sum of values, float32 `[B, K, G, T, H]`. dtype: of the weights."""
-    w, v = _match_dtypes(weight_BKGTS.astype(dtype), v_BSKH)
+    w, v = match_dtypes(weight_BKGTS.astype(dtype), v_BSKH)
     if v.shape[0] == 1:
-        return _product("BKGTS,SKH->BKGTH", w, v[0])
-    return _product("BKGTS,BSKH->BKGTH", w, v)
-
-
-def _match_dtypes(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cast both to float32 if their dtypes differ, so that mixing loses no precision."""
-    if a.dtype == b.dtype:
-        return a, b
-    return a.astype(jnp.float32), b.astype(jnp.float32)
-
-
-def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+        return einsum("BKGTS,SKH->BKGTH", w, v[0])
+    return einsum("BKGTS,BSKH->BKGTH", w, v)

@@ -163,17 +163,25 @@ def _nothing() -> None: ...
 def load_first_programs(fact: Any) -> None:
     """Load, in other threads, the programs that the last process with this fact used first.
 
+    Does nothing if the last call had the same fact.
+
     fact: as for `load_or_make`; what such processes have in common.
     """
     global _first_keys
-    if _folder is None or not _has_full_repr(fact) or not _is_single_cpu():
+    if _folder is None or not _has_full_repr(fact):
         return
     file = _folder / f"{_key(load_first_programs.__qualname__, fact)}{VALUE_SUFFIX}"
+    if _first_keys is not None and _first_keys[0] == file:
+        return
     payload = _read_payload(file)
     keys = pickle.loads(payload) if payload else []
     _first_keys = file, keys, []
     for key in keys:
-        _pending[key] = _workers.submit(_load_program, _folder / f"{key}{SUFFIX}")
+        _pending[key] = _workers.submit(_load_ahead, _folder / f"{key}{SUFFIX}")
+
+
+def _load_ahead(file: Path) -> Any:
+    return _load_program(file) if _is_single_cpu() else None
 
 
 def _note_first_program(key: str) -> None:

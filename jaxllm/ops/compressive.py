@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm.ops.buckets import Buckets
+from jaxllm.ops.products import einsum
 
 Update = Literal["linear", "delta", "delta_once"]
 UPDATES = get_args(Update)
@@ -123,9 +124,9 @@ def write(
         if old is None:
             v_BTKH = v_BTKH - known_BTKH
         else:
-            old = old + _product("BTKH,BTKV->BKHV", k_BTKH, known_BTKH)
+            old = old + einsum("BTKH,BTKV->BKHV", k_BTKH, known_BTKH)
     return memory.replace(
-        dm_BKHH=memory.dm_BKHH + _product("BTKH,BTKV->BKHV", k_BTKH, v_BTKH),
+        dm_BKHH=memory.dm_BKHH + einsum("BTKH,BTKV->BKHV", k_BTKH, v_BTKH),
         dz_BKH=memory.dz_BKH + k_BTKH.sum(axis=1),
         old_BKHH=old,
     )
@@ -173,16 +174,11 @@ def run_segments(
 
 def _retrieve(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Read finished segments with sigma(q); return values and where there is content."""
-    mass = _product("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
+    mass = einsum("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
     has_content = mass > MIN_MASS
-    value_BTKGV = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
+    value_BTKGV = einsum("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
     value_BTKGV = value_BTKGV / jnp.where(has_content, mass, 1.0)[..., None]
     return jnp.where(has_content[..., None], value_BTKGV, 0.0), has_content
-
-
-def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # Sums over a million tokens need full float32, on any device.
-    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _select_rows(which_B: jax.Array, yes: Memory, no: Memory) -> Memory:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part, soft_cap, visible
 from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.products import einsum
 
 
 def attention_scores(
@@ -52,7 +53,7 @@ def weigh_values(weight_BNTS: jax.Array, parts: Sequence[Part], dtype: jnp.dtype
     used_BS = concat_slots([p.position_BS for p in parts], B) >= 0
     v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, 0.0)  # zero times NaN is NaN
     weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, S)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH).reshape(B, T, N, -1).astype(dtype)
+    return einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH).reshape(B, T, N, -1).astype(dtype)
 
 
 def document_mask(
@@ -130,12 +131,12 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     out_BKGTH = _weigh(weight_BKGTS, v_BSKH)
     moved_BKGTS = weight_BKGTS * score_slope
     by_scores = _weigh(moved_BKGTS, v_BSKH) - moved_BKGTS.sum(axis=-1, keepdims=True) * out_BKGTH
-    by_values = jnp.einsum("BSKH,BKGTS->BKHGT", v_slope, weight_BKGTS)
+    by_values = einsum("BSKH,BKGTS->BKHGT", v_slope, weight_BKGTS)
     return out_BKGTH, by_scores + by_values.transpose(0, 1, 3, 4, 2)
 
 
 def _weigh(weight_BKGTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    return jnp.einsum("BKGTS,BSKH->BKGTH", weight_BKGTS, v_BSKH)
+    return einsum("BKGTS,BSKH->BKGTH", weight_BKGTS, v_BSKH)
 
 
 def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
@@ -144,4 +145,4 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
     # Queries are transposed, since scores, of which there are more, would be otherwise.
-    return scale * jnp.einsum("BKGTH,BSKH->BKGTS", q_BTKGH.transpose(0, 2, 3, 1, 4), k_BSKH)
+    return scale * einsum("BKGTH,BSKH->BKGTS", q_BTKGH.transpose(0, 2, 3, 1, 4), k_BSKH)

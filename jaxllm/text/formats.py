@@ -97,7 +97,9 @@ def read_tree(directory: Path) -> TokenizerTree:
     if (unknown := token_text(model.get("unk_token"))) is not None:
         own_roles["unk"] = unknown
 
-    known = _token_ids(directory / form[0], tree)
+    known = token_ids(tree)
+    if len(set(known.values())) != len(known):
+        raise CheckpointError(f"{directory / form[0]}: two tokens have the same id")
     tokens = _read_token_fields(directory, config)
     names = {index: content for content, index in known.items()}
     for content, token in tokens.items():
@@ -147,13 +149,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _token_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
+def token_ids(tree: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of all tokens of a tokenizer.json."""
     vocab = tree["model"]["vocab"]
     pieces = vocab if isinstance(vocab, dict) else {p: index for index, (p, _) in enumerate(vocab)}
-    known = pieces | {token["content"]: token["id"] for token in tree["added_tokens"]}
-    if len(set(known.values())) != len(known):
-        raise CheckpointError(f"{path}: two tokens have the same id")
-    return known
+    return pieces | {token["content"]: token["id"] for token in tree["added_tokens"]}
 
 
 def _read_token_fields(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,13 @@ import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
 from jaxllm.text.byte_level import symbols_to_bytes
-from jaxllm.text.formats import TOKENIZER_FILES, TokenizerTree, find_tokenizer_format, read_tree
+from jaxllm.text.formats import (
+    TOKENIZER_FILES,
+    TokenizerTree,
+    find_tokenizer_format,
+    read_tree,
+    token_ids,
+)
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer", "has_tokenizer"]
 
@@ -85,7 +91,6 @@ class Tokenizer:
         tree = source.tree | {"post_processor": None}
         special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
         hidden = {name: f"<{secrets.token_hex(16)}>" for name in special}
-        shown = {name: special for special, name in hidden.items()}
         without = _hide_special(tree, hidden)
         plain = _build(directory, _json(directory, without))
         for token in tree["added_tokens"]:
@@ -95,7 +100,7 @@ class Tokenizer:
                     f"{directory}: the id {token['id']} of the added token {token['content']!r} "
                     f"leaves a gap; it would become {index}"
                 )
-        tokens = {index: shown.get(token, token) for token, index in plain.get_vocab().items()}
+        tokens = {index: token for token, index in token_ids(tree).items()}
         ids = {role: plain.token_to_id(hidden.get(t, t)) for role, t in source.roles.items()}
         made = cls(
             vocab_size=max(tokens, default=-1) + 1,

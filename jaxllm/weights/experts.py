@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
+from jaxllm.ops.products import match_dtypes, precision_of
 from jaxllm.weights.formats import STACKABLE, Weight, as_weight, can_stack
 from jaxllm.weights.linear import get_native_matrix, round_to_int8
 from jaxllm.weights.types.base import WeightBase
@@ -178,9 +179,10 @@ def _ragged_dot(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> j
     expert_A = jnp.where(known_A, expert_A, E)
     rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]
     order_A = jnp.argsort(expert_A, stable=True)
-    if x_AI.dtype != stack_EOI.dtype:
-        x_AI, stack_EOI = x_AI.astype(jnp.float32), stack_EOI.astype(jnp.float32)
+    x_AI, stack_EOI = match_dtypes(x_AI, stack_EOI)
     # In x's dtype, so that the gradient's products are too; the value is not used.
-    sorted_AO = jax.lax.ragged_dot(x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E)
+    sorted_AO = jax.lax.ragged_dot(
+        x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E, precision_of(x_AI.dtype)
+    )
     y_AO = sorted_AO[jnp.argsort(order_A)].astype(jnp.float32)
     return jnp.where(known_A[:, None], y_AO, 0.0)

@@ -133,9 +133,9 @@ def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., 
         return _multiply_many
     if not isinstance(weight, WeightBase):
         return _multiply_jax
-    if path.fallback == "widened":
-        return _multiply_dequantized
-    return _multiply_jax if inputs == "bfloat16" else _multiply_blocks
+    if path.fallback == "plain" and inputs == "bfloat16":
+        return _multiply_jax
+    return _multiply_dequantized
 
 
 def _multiply_native(
@@ -173,49 +173,48 @@ def _multiply_many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
 
 
 def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[WeightBase]) -> Products:
-    """Multiply many rows: the weights are dequantized natively, and XLA runs the product."""
-    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
-
-    def multiply(weight: Any) -> jax.Array:
-        weight = add_dependency(x_RI, weight, kernel=True)  # never all layers' weights at once
-        scale_O = None
-        if weight.has_row_scale and dtype == jnp.bfloat16:
-            # Integers are exact in bfloat16, and so are powers of two times them; without those, a
-            # sum could overflow before it is scaled.
-            scale_O, power_O = jnp.frexp(weight.scale[:, 0].astype(jnp.float32))
-            weight = weight.replace(scale=jnp.ldexp(jnp.float32(1), power_O)[:, None])
-        dense_OI = native.dequantize(get_native_matrix(weight), dtype, columns=weight.shape[1])
-        y_RO = matmul(x_RI, dense_OI)
-        return y_RO if scale_O is None else y_RO * scale_O[None]
-
-    return tuple(map(multiply, weights))
-
-
-def _multiply_blocks(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
-    """Multiply many rows as `_multiply_jax` does, a large weight `BLOCK_ROWS` rows at a time.
+    """Multiply many rows: weights are dequantized natively, `BLOCK_ROWS` rows of a large one at a
+    time, and XLA runs the product.
 
     XLA holds a dequantized weight twice, once in the order in which it multiplies; a block fits a
     processor's cache. All of the loop depends on x, so that nothing happens before x is there.
     """
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+    dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
 
-    def multiply(weight: WeightBase) -> jax.Array:
-        rows = weight.shape[0]
+    def multiply(weight: Any) -> jax.Array:
+        (rows, columns), scale_O = weight.shape, None
+        if weight.has_row_scale and dtype == jnp.bfloat16:
+            # Integers are exact in bfloat16, and so are powers of two times them; without those, a
+            # sum could overflow before it is scaled.
+            scale_O, power_O = jnp.frexp(weight.scale[:, 0].astype(jnp.float32))
+            weight = weight.replace(scale=jnp.ldexp(jnp.float32(1), power_O)[:, None])
         if weight.size < BLOCKED_SIZE or rows <= BLOCK_ROWS:
-            return weight.matmul(x_RI)
+            weight = add_dependency(x_RI, weight, kernel=True)  # never all layers' weights at once
+            y_RO = matmul(
+                x_RI, native.dequantize(get_native_matrix(weight), dtype, columns=columns)
+            )
+            return y_RO if scale_O is None else y_RO * scale_O[None]
 
         def multiply_block(i: jax.Array, y_RO: jax.Array) -> jax.Array:
-            begin = jnp.minimum(i * BLOCK_ROWS, rows - BLOCK_ROWS)  # the last one overlaps
-            y_Ro = matmul(x_RI, weight.take(begin + jnp.arange(BLOCK_ROWS)))
-            return jax.lax.dynamic_update_slice_in_dim(y_RO, y_Ro, begin, axis=1)
+            first = i * BLOCK_ROWS  # the last block overlaps: all three stop at the last row
+            if isinstance(weight, IntWeight) and weight.bits < 4:  # not as the kernels take it
+                index = jnp.minimum(first, rows - BLOCK_ROWS) + jnp.arange(BLOCK_ROWS)
+                dense_oI = weight.take(index).astype(dtype)
+            else:
+                dense_oI = native.dequantize(
+                    get_native_matrix(weight), dtype, columns=columns, first=first, rows=BLOCK_ROWS
+                )
+            return jax.lax.dynamic_update_slice_in_dim(
+                y_RO, matmul(x_RI, dense_oI), first, axis=1, allow_negative_indices=False
+            )
 
         y_RO = add_dependency(x_RI, jnp.zeros((x_RI.shape[0], rows), jnp.float32))
         y_RO = match_varying(y_RO, x_RI, weight)
-        done: jax.Array = jax.lax.fori_loop(0, -(-rows // BLOCK_ROWS), multiply_block, y_RO)
-        return done
+        y_RO = jax.lax.fori_loop(0, -(-rows // BLOCK_ROWS), multiply_block, y_RO)
+        return y_RO if scale_O is None else y_RO * scale_O[None]
 
-    return tuple(map(multiply, map(as_weight, weights)))
+    return tuple(map(multiply, weights))
 
 
 def get_native_matrix(weight: Weight) -> native.Matrix:
@@ -228,7 +227,7 @@ def get_native_matrix(weight: Weight) -> native.Matrix:
 def _has_gpu_kernel(x_RI: jax.Array, weight: Weight) -> bool:
     if not isinstance(weight, IntWeight) or (weight.bits == 8 and weight.zero is not None):
         return False
-    return weight.bits in (4, 8) and pallas.is_supported(x_RI, weight.data)
+    return pallas.is_supported(x_RI, weight.data, weight.bits)
 
 
 def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:

@@ -68,6 +68,7 @@ def read_weight(
     complaints: list[str],
     *,
     passed: bool = False,
+    search: Callable[[str, np.ndarray], None] | None = None,
 ) -> Weight:
     """Read the tensor in the last of `formats`, converted through those before it.
 
@@ -78,14 +79,17 @@ def read_weight(
             dtype.
         passed: whether the stored numbers are known to be finite; those that are converted are
             checked nevertheless.
+        search: gets the path and a matrix that is kept unchanged, instead of a search for NaN here.
     """
     name = formats[-1]
     unchanged = name == tensor.dtype.name and name in DTYPES
     # A mapped vector would keep up to 2 MB of its file in memory, with huge pages.
     if unchanged and tensor.ndim > 1:
         array = tensor.read()
-        if not passed:
-            _report_non_finite(path, array, first_non_finite(array), 0, complaints)
+        if search is not None:
+            search(path, array)
+        elif not passed:
+            report_non_finite(path, array, first_non_finite(array), 0, complaints)
         return jax.device_put(array, may_alias=True)
     dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
     leaf: Weight = parse_format(name).quantize_blocks(
@@ -111,7 +115,7 @@ def _read_blocks(
     done = 0
     for block in tensor.blocks(BLOCK_ROWS):
         bad = None if passed else first_non_finite(block)
-        _report_non_finite(path, block, bad, done, complaints)
+        report_non_finite(path, block, bad, done, complaints)
         done += block.size
         if block.dtype == np.float64:
             block = block.astype(np.float32)
@@ -125,7 +129,7 @@ def _read_blocks(
         yield block
 
 
-def _report_non_finite(
+def report_non_finite(
     path: str, block: np.ndarray, bad: int | None, first: int, complaints: list[str]
 ) -> None:
     """Report, once, a number that is not finite. `first` is the index of the block's first."""

@@ -43,7 +43,10 @@ STAGES = {  # module: functions and their stages
         ("read_text_assets", "reading the tokenizer"),
     ],
     "jaxllm.lm": [("LM.encode", "encoding the prompt")],
-    "jaxllm.checkpoints.native": [("load_params", "loading weights")],
+    "jaxllm.checkpoints.native": [
+        ("load_params", "loading weights"),
+        ("first_non_finite", "looking for NaN"),
+    ],
     "jaxllm.weights.load": [("first_non_finite", "looking for NaN")],
     "jaxllm.ops.compile_cache": [
         ("enable_compile_cache", "finding the compile cache"),

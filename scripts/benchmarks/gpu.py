@@ -4,8 +4,8 @@
 
 One decision: random weights are drawn on the device, so that no file is needed. The table reports
 decoding as a share of the device's memory bandwidth (a copy of 1 GiB, timed in the same process),
-and prefill in teraflops. Integer formats are timed twice: in plain JAX, and with the Pallas kernel
-(JAXLLM_PALLAS=1).
+and prefill in teraflops. Integer formats are timed twice: in plain JAX (JAXLLM_PALLAS=0), and with
+the Pallas kernel, which runs for 2 to 16 rows. Results: docs/benchmarks/gpu.md.
 Example: python scripts/benchmarks/gpu.py --shapes tinyllama --batches 1,8
 """
 
@@ -35,8 +35,11 @@ SHAPES: dict[str, dict[str, int]] = {
 COPY_BYTES = 1 << 30
 
 
-def draw_model(shape: str, fmt: str) -> Any:
-    """Return a model with random weights, each drawn and quantized on the device."""
+def draw_model(shape: str, fmt: str, layers: int | None) -> Any:
+    """Return a model with random weights, each drawn and quantized on the device.
+
+    layers: use so many instead of the shape's number.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -53,7 +56,8 @@ def draw_model(shape: str, fmt: str) -> Any:
     if not plain:
         precision = dataclasses.replace(precision, quantize=fmt)
     rope = Rope(rope_type="default", rope_theta=10000.0)
-    config = LlamaConfig(**COMMON, **SHAPES[shape], rope=rope)
+    sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    config = LlamaConfig(**COMMON, **sizes, rope=rope)
     model = models.build(config, precision)
     keys = iter(jax.random.split(jax.random.key(0), 1_000))
 
@@ -80,17 +84,18 @@ def measure_copy() -> float:
     return best
 
 
-def measure(shape: str, fmt: str, batches: list[int], prompt: int, decode: int) -> None:
+def measure(shape: str, fmt: str, options: argparse.Namespace) -> None:
     """Print one line of JSON per test."""
     import jax
 
     from jaxllm.evaluate import bench
     from jaxllm.evaluate.bench import Test
 
-    lm, bus = draw_model(shape, fmt), measure_copy()
+    lm, bus = draw_model(shape, fmt, options.layers), measure_copy()
     size = bench.weight_bytes(lm)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(lm.params, is_leaf=_is_weight))
-    for test in [*(Test(decode=decode, batch=b) for b in batches), Test(prompt=prompt)]:
+    tests = [Test(decode=options.decode, batch=int(b)) for b in options.batches.split(",")]
+    for test in tests + [Test(prompt=options.prompt)] * (options.prompt > 0):
         run = bench.prepare_run(lm, test, 512)
         run()
         seconds = []
@@ -122,13 +127,13 @@ def main() -> int:
     )
     parser.add_argument("--formats", default="bfloat16,int8,int4-g64-f16")
     parser.add_argument("--batches", default="1,8,64", help="batch sizes for decoding")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt length, tokens")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt length, tokens; 0: none")
     parser.add_argument("--decode", type=int, default=64, help="decoded tokens")
+    parser.add_argument("--layers", type=int, help="instead of the shape's number of layers")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    batches = [int(b) for b in options.batches.split(",")]
     if options.measure:
-        measure(*options.measure, batches, options.prompt, options.decode)
+        measure(*options.measure, options)
         return 0
     if unknown := [name for name in options.shapes.split(",") if name not in SHAPES]:
         parser.error(f"--shapes must be among {', '.join(SHAPES)}, got {', '.join(unknown)}")
@@ -136,6 +141,7 @@ def main() -> int:
     print("|---|---|---|---:|---:|---:|")
     status, device = 0, "?"
     sizes = ["--batches", options.batches, "--prompt", str(options.prompt)]
+    sizes += ["--layers", str(options.layers)] if options.layers else []
     for shape in options.shapes.split(","):
         for fmt in options.formats.split(","):
             for kernel in ("0", "1") if fmt.startswith("int") else ("0",):

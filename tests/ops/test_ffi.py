@@ -122,6 +122,11 @@ def call(name: str, out: Any, *args: Any, **attributes: Any) -> Any:
     return jax.ffi.ffi_call(f"jaxllm_{name}", out)(*args, **attributes)
 
 
+def widen(out: Any, columns: int = 200) -> Any:
+    settings = {"kind": np.int32(0), "group": np.int64(0), "columns": np.int64(columns)}
+    return call("widen", out, jnp.int32(0), W, **settings)
+
+
 def shape(*size: int, dtype: Any = f32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(size, dtype)
 
@@ -219,16 +224,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "experts without pieces": experts(),
     "experts with a piece of no weight": experts(STACK, STACK, counts=np.array([1], np.int32)),
     "packed experts": experts(*packed().arrays, kinds=np.array([5], np.int32)),
-    "widened to another size": lambda: call(
-        "widen", shape(5, 100), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(200)
-    ),
-    "widened to another type": lambda: call(
-        "widen", shape(5, 200, dtype=i8), W, kind=np.int32(0), group=np.int64(0),
-        columns=np.int64(200),
-    ),
-    "a negative number of columns": lambda: call(
-        "widen", shape(5, 200), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(-200)
-    ),
+    "widened to another size": lambda: widen(shape(5, 100)),
+    "more rows than the weight's": lambda: widen(shape(6, 200)),
+    "widened to another type": lambda: widen(shape(5, 200, dtype=i8)),
+    "a negative number of columns": lambda: widen(shape(5, 200), columns=-200),
     "a table of one row": lambda: call("take", shape(3, 8), zeros(8), INDEX),
     "rows of another width": lambda: call("take", shape(3, 9), TABLE, INDEX),
     "more rows than numbers": lambda: call("take", shape(4, 8), TABLE, INDEX),

@@ -1,5 +1,6 @@
 """Benchmarks at the smallest size: they run and print plausible figures."""
 
+import argparse
 import json
 import re
 import sys
@@ -81,7 +82,8 @@ def test_openvino_logits_equal_transformers(
 
 
 def test_gpu_times_each_test(capsys: Printed) -> None:
-    gpu.measure("tiny", "int4-g64-f16", [1, 2], prompt=8, decode=2)
+    options = argparse.Namespace(batches="1,2", prompt=8, decode=2, layers=1)
+    gpu.measure("tiny", "int4-g64-f16", options)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["test"] for row in rows] == ["tg2", "tg2 x 2", "pp8"]
     assert all(row["rate"] > 0 and row["bus"] > 0 for row in rows)

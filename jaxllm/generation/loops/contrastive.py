@@ -26,6 +26,7 @@ from jaxllm.generation.sampling.sampler import (
 )
 from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.ops.padding import pad_rows
+from jaxllm.ops.products import einsum
 from jaxllm.ops.row_sums import softmax
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import Output, forward
@@ -102,7 +103,8 @@ def score(
     hidden state and those of all tokens before it. Both are unit vectors, `[C, D]` and `[S, D]`;
     rows of zeros are padding.
     """
-    cosine_CS = jnp.where((text_SD != 0).any(axis=1)[None], hidden_CD @ text_SD.T, -jnp.inf)
+    cosine_CS = einsum("CD,SD->CS", hidden_CD, text_SD)
+    cosine_CS = jnp.where((text_SD != 0).any(axis=1)[None], cosine_CS, -jnp.inf)
     return (1 - penalty_alpha) * prob_C - penalty_alpha * cosine_CS.max(axis=1)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxllm.ops.attention import Part, soft_cap, visible
 from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.products import einsum
 
 
 def multiplicity(
@@ -40,7 +41,7 @@ def dense_weights(
     B, T, N, H = q_BTNH.shape
     k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H).astype(jnp.float32)
-    product = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH).reshape(B, N, T, -1)
+    product = einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH).reshape(B, N, T, -1)
     count = multiplicity(
         pattern.dilations, position_BT, concat_slots([p.position_BS for p in parts], B)
     )
@@ -61,5 +62,5 @@ def dense_attend(
     position_BS = concat_slots([p.position_BS for p in parts], B)
     v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN
     weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, v_BSKH.shape[1])
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
+    out_BTKGH = einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -15,10 +15,10 @@ from jaxllm.ops.dilated.pattern import (
     first_position,
     gather_kv,
     make_finder,
-    match_dtypes,
     take_tokens,
 )
 from jaxllm.ops.kv_quant import dequantize
+from jaxllm.ops.products import match_dtypes
 
 
 def gather_and_attend(

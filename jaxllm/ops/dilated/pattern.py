@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxllm.ops.attention import Part, soft_cap
 from jaxllm.ops.kv_quant import dequantize
+from jaxllm.ops.products import einsum, match_dtypes
 
 MAX_SCORES = 1 << 22  # computed at a time; more are split into turns
 
@@ -90,14 +91,14 @@ class DilationPattern(NamedTuple):
         Returns the heads in float32, and the logarithm of their denominators `[..., Q, G]`; -inf if
         a query attends to nothing.
         """
-        score = soft_cap(self.scale * _product("...qgh,...kh->...qgk", q, k), self.cap)
+        score = soft_cap(self.scale * einsum("...qgh,...kh->...qgk", q, k), self.cap)
         score = jnp.where(seen[..., None, :], score, -jnp.inf)
         top = jax.lax.stop_gradient(score.max(axis=-1))
         top = jnp.where(jnp.isneginf(top), 0.0, top)
         weight = jnp.exp(score - top[..., None])
         total = weight.sum(axis=-1)
         some = jnp.where(total == 0, 1.0, total)
-        out = _product("...qgk,...kh->...qgh", weight.astype(q.dtype), v) / some[..., None]
+        out = einsum("...qgk,...kh->...qgh", weight.astype(q.dtype), v) / some[..., None]
         return out, jnp.where(total == 0, -jnp.inf, jnp.log(some) + top)
 
     def mix(self, outputs: Sequence[tuple[jax.Array, jax.Array]], dtype: Any) -> jax.Array:
@@ -213,13 +214,3 @@ def take_tokens(
     """Select each token's heads from a dilation's outputs, `[B, T, N, H]` and `[B, T, N]`."""
     out, total = (x[index] for x in output)
     return jnp.where(shown_BTN[..., None], out, 0.0), jnp.where(shown_BTN, total, -jnp.inf)
-
-
-def match_dtypes(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if a.dtype == b.dtype:
-        return a, b
-    return a.astype(jnp.float32), b.astype(jnp.float32)
-
-
-def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, *match_dtypes(a, b), preferred_element_type=jnp.float32)

@@ -334,16 +334,24 @@ def experts(
     return list(call(x_AI, expert_A, *flat, **attributes))
 
 
-def dequantize(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
-    """Dequantize a weight to `[O, I]` in bfloat16 or float32."""
-    out = jax.ShapeDtypeStruct((weight.row_count, columns), dtype)
+def dequantize(
+    weight: Matrix,
+    dtype: jnp.dtype,
+    *,
+    columns: int,
+    first: jax.Array | int = 0,
+    rows: int | None = None,
+) -> jax.Array:
+    """Dequantize a weight, or `rows` of it from `first` on, to `[O, I]` in bfloat16 or float32."""
+    rows = weight.row_count if rows is None else rows
+    out = jax.ShapeDtypeStruct((rows, columns), dtype)
     call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
     attributes = {
         "kind": np.int32(weight.kind),
         "group": np.int64(weight.group or 0),
         "columns": np.int64(columns),
     }
-    dense: jax.Array = call(*weight.arrays, **attributes)
+    dense: jax.Array = call(jnp.int32(first), *weight.arrays, **attributes)
     return dense
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.ops.products import einsum
 from jaxllm.runtime.validation import check_seed
 from jaxllm.train.data.rows import IGNORED, Ints
 from jaxllm.weights.paths import Params
@@ -109,7 +110,8 @@ def hidden_loss(
         s_BTD = student[ours].astype(jnp.float32)
         t_BTD = jax.lax.stop_gradient(teacher[theirs].astype(jnp.float32))
         if PARAMS_KEY in params:
-            s_BTD = s_BTD @ params[PARAMS_KEY][str(ours)]["weight"].astype(jnp.float32).T
+            weight_DS = params[PARAMS_KEY][str(ours)]["weight"].astype(jnp.float32)
+            s_BTD = einsum("BTS,DS->BTD", s_BTD, weight_DS)
         each_BT = _DISTANCES[hidden.distance](s_BTD, t_BTD)
         total += jnp.where(counted_BT, each_BT, 0.0).sum()
     return total / len(hidden.pairs)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.ops import native
+from jaxllm.ops.products import match_dtypes, precision_of
 from jaxllm.weights.types.base import (
     ArraySpecs,
     Format,
@@ -128,10 +129,13 @@ def parse(name: str) -> FloatFormat | None:
 
 def matmul(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     """Return `x @ weight.T`, float32 `[R, O]`; different dtypes are widened to float32."""
-    if x_RI.dtype != weight_OI.dtype:
-        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
+    x_RI, weight_OI = match_dtypes(x_RI, weight_OI)
     return jax.lax.dot_general(
-        x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        x_RI,
+        weight_OI,
+        (((1,), (1,)), ((), ())),
+        precision_of(x_RI.dtype),
+        preferred_element_type=jnp.float32,
     )
 
 
@@ -144,7 +148,10 @@ def contract(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         axes = (((a_axis,), (b_axis,)), ((), ()))
-        return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32).astype(a.dtype)
+        y: jax.Array = jax.lax.dot_general(
+            a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32
+        )
+        return y.astype(a.dtype)
 
     def kernel(a: jax.Array, b: jax.Array) -> jax.Array:
         return native.multiply(a, b, a_axis, b_axis)

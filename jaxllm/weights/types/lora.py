@@ -15,7 +15,7 @@ from flax import struct
 
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.arrays import as_weight
+from jaxllm.weights.types.arrays import as_weight, matmul
 from jaxllm.weights.types.base import LinearFn, WeightBase, nan_out_of_range
 from jaxllm.weights.types.wrapper import WeightWrapper
 
@@ -85,7 +85,7 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
             return rows
         flat, at_N = rows.reshape(-1, rows.shape[-1]).astype(jnp.float32), index.reshape(-1)
         between_NK = as_weight(self.b).take(at_N).astype(jnp.float32)
-        sum_NI = flat + self._scale_by_adapter(between_NK) @ self.a.astype(jnp.float32)
+        sum_NI = flat + matmul(self._scale_by_adapter(between_NK), self.a.astype(jnp.float32).T)
         if self.magnitude is not None:
             gain_N = self._gain(at_N.shape[0])
             if self.site != "rows":
@@ -125,7 +125,7 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
         scale_K = self.scale
         if self.owner is not None and self.choice is not None:
             scale_K = jnp.where(self.owner == self.choice, scale_K, 0.0)
-        return (self.b.astype(jnp.float32) * scale_K[None]) @ self.a.astype(jnp.float32)
+        return matmul(self.b.astype(jnp.float32) * scale_K[None], self.a.astype(jnp.float32).T)
 
     def _scale_by_adapter(self, between_RK: jax.Array) -> jax.Array:
         """Scale the activations between a and b, and keep only those of each row's adapter."""

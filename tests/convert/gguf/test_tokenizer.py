@@ -340,7 +340,7 @@ def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
 
 def test_chat_template_uses_special_tokens(tmp_path: Path) -> None:
     """The stored chat template renders with the file's special tokens; without one, a TemplateError
-    is returned.
+    is returned, which does not hold what was read.
     """
 
     def add(writer: gguf.GGUFWriter) -> None:
@@ -354,6 +354,7 @@ def test_chat_template_uses_special_tokens(tmp_path: Path) -> None:
     assert texts.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi<|end|>"
     none = assets_from_gguf(byte_level_file(tmp_path / "b.gguf", lambda w: None))
     assert isinstance(none.chat_template, TemplateError)
+    assert none.chat_template.__traceback__ is None
 
 
 def test_file_without_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:

@@ -271,19 +271,23 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S3
   return ffi::Error::Success();
 }
 
-ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, int32_t kind,
-                 int64_t group, int64_t columns) {
+// As many rows of a weight as `out` has, from `first` on, dequantized; the last ones if there are not as many.
+ffi::Error widen(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> first, ffi::RemainingArgs args,
+                 ffi::Result<ffi::AnyBuffer> out, int32_t kind, int64_t group, int64_t columns) {
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto weight = weight_of(pieces.value(), kind, group, columns);
   if (!weight.has_value()) return weight.error();
   const Weight& w = weight.value();
-  const bool bf16 = is(*out, Type::BF16, {w.rows, columns});
-  if (!bf16 && !is(*out, Type::F32, {w.rows, columns}))
-    return wrong("a weight is widened to float32 or bfloat16 [rows, columns]");
+  const bool bf16 = is(*out, Type::BF16, {kAny, columns});
+  if ((!bf16 && !is(*out, Type::F32, {kAny, columns})) || out->dimensions()[0] > w.rows)
+    return wrong("rows of a weight are widened to float32 or bfloat16 [at most all rows, columns]");
+  const int64_t rows = out->dimensions()[0], last = w.rows - rows, named = *first.typed_data();
+  const int64_t from = named < 0 ? 0 : (named < last ? named : last);
+  uint8_t* to = static_cast<uint8_t*>(out->untyped_data()) - from * columns * (bf16 ? 2 : 4);
   const Kernels* kernels = kernels_in_use();
-  share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
-        [&](int64_t begin, int64_t end) { kernels->widen(w, begin, end, bf16, out->untyped_data()); });
+  share(pool, rows, block_of(rows, rows * w.stride, pool.num_threads()),
+        [&](int64_t begin, int64_t end) { kernels->widen(w, from + begin, from + end, bf16, to); });
   return ffi::Error::Success();
 }
 
@@ -550,6 +554,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts, jaxllm::experts,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int32_t>("kind")

@@ -54,7 +54,9 @@ struct Plain {
 
 template <Kind K, bool Pairs>
 void multiply_floats(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  multiply_source(Plain<K, Pairs>(w), w, in, x, w.stride, begin, end, y);
+  if (Pairs)  // there is nothing to decode
+    return multiply_source(Plain<K, Pairs>(w), w, in, x, w.stride, begin, end, y);
+  multiply_expanded(Plain<K, Pairs>(w), w, in, x, begin, end, y, kRegisters < 32 ? 8 : 16);
 }
 
 }  // namespace

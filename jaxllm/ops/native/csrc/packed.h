@@ -30,7 +30,7 @@ struct Packed {
     JAXLLM_INLINE void fetch(int64_t c) const {
       ahead(bytes + c, of->distance);
       ahead(bytes + c + 64, of->distance);
-      ahead(nibbles + c / 2, of->nibble_distance);
+      ahead(nibbles + c / 2, of->distance / 2);
     }
 
     JAXLLM_INLINE void load(int64_t c, Halves (&out)[kValues]) {
@@ -58,9 +58,8 @@ struct Packed {
   };
   const Weight& w;
   Exponents exponents;
-  int64_t distance, nibble_distance;
-  explicit Packed(const Weight& w)
-      : w(w), exponents(w.base), distance(distance_of(w.stride)), nibble_distance(distance_of(w.nibble_stride)) {}
+  int64_t distance;
+  explicit Packed(const Weight& w) : w(w), exponents(w.base), distance(distance_of(w.stride)) {}
 
   JAXLLM_INLINE Row row(int64_t o, int) const {
     const Range range = escapes_of(w, o);

@@ -26,30 +26,27 @@ constexpr int columns_of() {
   return sizeof(V) / sizeof(V{}[0]);
 }
 
-struct Two {
-  Floats first, second;
+// A register of weights as it is multiplied: N registers.
+template <class V, int N>
+struct Factor {
+  V part[N];
 };
 
-// A register of weights as it is multiplied; and its product, added to a sum.
 template <bool Pairs>
-JAXLLM_INLINE Floats factor(Floats w) {
-  return w;
+JAXLLM_INLINE Factor<Floats, 1> factor(Floats w) {
+  return {{w}};
 }
 
 template <bool Pairs>
 JAXLLM_INLINE auto factor(Halves w) {
   if constexpr (Pairs)
-    return w;
+    return Factor<Halves, 1>{{w}};
   else
-    return Two{even(w), odd(w)};
+    return Factor<Floats, 2>{{even(w), odd(w)}};
 }
 
-JAXLLM_INLINE void add(Floats& sum, Floats w, const float* x) { sum = fma(w, load<Floats>(x), sum); }
-JAXLLM_INLINE void add(Floats& sum, Halves w, const uint16_t* x) { add_pairs(sum, w, load<Halves>(x)); }
-JAXLLM_INLINE void add(Floats& sum, const Two& w, const float* x) {
-  sum = fma(w.first, load<Floats>(x), sum);
-  sum = fma(w.second, load<Floats>(x + kLanes), sum);
-}
+JAXLLM_INLINE void add(Floats& sum, Floats w, Floats x) { sum = fma(w, x, sum); }
+JAXLLM_INLINE void add(Floats& sum, Halves w, Halves x) { add_pairs(sum, w, x); }
 
 template <bool Pairs>
 struct InputOf {
@@ -62,14 +59,24 @@ struct InputOf<true> {
 template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
-// Adds a unit's products to a tile's sums, P weight rows at once. Units that have their own scales are added up first:
-// with few registers in two halves, since a long sum waits for itself.
+template <class S>
+struct DecodedRows;
+template <class S>
+constexpr bool kInMemory = false;  // values are read as they are multiplied
+template <class S>
+constexpr bool kInMemory<DecodedRows<S>> = true;
+
+// Adds a unit's products to a tile's sums, P weight rows at once, which share loads of the input: a processor loads
+// hardly more registers than it multiplies. Units that have their own scales are added up first.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
   typedef typename S::Value Value;
-  constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
+  typedef decltype(factor<S::kPairs>(Value{})) Factors;
+  typedef decltype(+Factors{}.part[0]) Number;
+  constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns, kNumbers = sizeof(Factors) / sizeof(Number);
   constexpr bool kParts = S::kScales == Scales::kUnit;
-  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? (N * O > 16 ? O / 2 : O) : 1, kPart = N;
+  constexpr bool kShare = R == 1 ? kRegisters >= 32 || N <= 2 : kInMemory<S> || !(kParts || S::kPairs);
+  constexpr int P = kShare ? (R == 1 && N * O > 16 ? O / 2 : O) : 1;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
@@ -77,46 +84,66 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
     clear(part);
     JAXLLM_UNROLL
     for (int p = 0; p < P; p++) {
-      row[i + p].load(c, value[p]);
+      if constexpr (!kInMemory<S>) row[i + p].load(c, value[p]);
       if constexpr (kParts) scale[p] = row[i + p].scale(c);
     }
     JAXLLM_UNROLL
-    for (int n = 0; n < N; n++) JAXLLM_UNROLL
-    for (int p = 0; p < P; p++) {
-      const auto w = factor<S::kPairs>(value[p][n]);
+    for (int n = 0; n < N; n++) {
+      Factors w[P];
       JAXLLM_UNROLL
-      for (int j = 0; j < R; j++) add(kParts ? part[p][j] : sum[i + p][j], w, x + j * x_stride + c + n * kColumns);
-      if (kParts && (n + 1) % kPart == 0) {
-        JAXLLM_UNROLL
-        for (int j = 0; j < R; j++) {
-          sum[i + p][j] = fma(part[p][j], scale[p], sum[i + p][j]);
-          part[p][j] = Floats{};
-        }
+      for (int p = 0; p < P; p++) {
+        if constexpr (kInMemory<S>) value[p][n] = row[i + p].value(c + n * kColumns);
+        w[p] = factor<S::kPairs>(value[p][n]);
       }
+      JAXLLM_UNROLL
+      for (int k = 0; k < kNumbers; k++) JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) {
+        const auto in = load<Number>(x + j * x_stride + c + (n * kNumbers + k) * columns_of<Number>());
+        JAXLLM_UNROLL
+        for (int p = 0; p < P; p++) add(kParts ? part[p][j] : sum[i + p][j], w[p].part[k], in);
+      }
+    }
+    JAXLLM_UNROLL
+    for (int p = 0; p < P && kParts; p++) JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale[p], sum[i + p][j]);
+  }
+}
+
+// Adds the products of columns begin <= c < end, whole units, to a tile's sums.
+template <class S, int O, int R, class Row>
+JAXLLM_INLINE void add_columns(Floats (&sum)[O][R], Row (&row)[O], int64_t begin, int64_t end, const X<S>* x,
+                               int64_t x_stride, bool fetch) {
+  for (int64_t c = begin; c < end; c += S::kChunk) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++)
+      if (fetch) row[i].fetch(c);
+    JAXLLM_UNROLL
+    for (int u = 0; u < S::kChunk; u += S::kUnit) {
+      if (S::kEnds && c + u >= end) break;
+      add_unit<S, O, R>(sum, row, c + u, x, x_stride);
     }
   }
 }
 
 template <class S, int O, int R>
+JAXLLM_INLINE void put(Floats (&sum)[O][R], const Weight& w, const TileRows& o, int64_t r, float* y) {
+  constexpr bool kShifted = S::kScales == Scales::kShifted;
+  JAXLLM_UNROLL
+  for (int i = 0; i < O && kShifted; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) sum[i][j] *= 0x1p-24f;
+  put(sum, w, o, r, kShifted || S::kScales == Scales::kRow, y);
+}
+
+template <class S, int O, int R>
 void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, const TileRows& o, int64_t r, float* y) {
-  typedef typename S::Row Row;
-  Row row[O];
+  typename S::Row row[O];
   Floats sum[O][R];
   clear(sum);
   JAXLLM_UNROLL
   for (int i = 0; i < O; i++) row[i] = source.row(o[i], i);
   x += r * x_stride;
   const int64_t whole = S::kTail ? w.columns / S::kChunk * S::kChunk : w.columns;
-  for (int64_t c = 0; c < whole; c += S::kChunk) {
-    JAXLLM_UNROLL
-    for (int i = 0; i < O; i++)
-      if (!r) row[i].fetch(c);
-    JAXLLM_UNROLL
-    for (int u = 0; u < S::kChunk; u += S::kUnit) {
-      if (S::kEnds && c + u >= whole) break;
-      add_unit<S, O, R>(sum, row, c + u, x, x_stride);
-    }
-  }
+  add_columns<S>(sum, row, 0, whole, x, x_stride, !r);
   if constexpr (S::kTail) {
     if (whole < w.columns) {
       alignas(64) uint8_t ends[O][S::kChunk * 4] = {};
@@ -125,11 +152,7 @@ void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, con
       add_unit<S, O, R>(sum, row, whole, x, x_stride);
     }
   }
-  constexpr bool kShifted = S::kScales == Scales::kShifted;
-  JAXLLM_UNROLL
-  for (int i = 0; i < O && kShifted; i++) JAXLLM_UNROLL
-  for (int j = 0; j < R; j++) sum[i][j] *= 0x1p-24f;
-  put(sum, w, o, r, kShifted || S::kScales == Scales::kRow, y);
+  put<S>(sum, w, o, r, y);
 }
 
 // Distance between rows of a prepared input: not a power of two, or rows of both factors would share a few lines of the
@@ -149,67 +172,123 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   });
 }
 
-// The values of a source's rows from `first` on, decoded to memory: as they are multiplied, in the same order.
+// More than a few input rows: values of some weight rows and columns are decoded once, as they are multiplied, to
+// memory that the L1 cache holds. Sums are kept in memory between blocks of columns.
 template <class S>
-struct Expanded {
-  typedef decltype(factor<S::kPairs>(typename S::Value{})) Factor;
-  static constexpr bool kPairs = S::kPairs, kTail = false, kEnds = S::kEnds, kMany = true;
-  static constexpr int kUnit = S::kUnit, kChunk = S::kUnit, kSize = kPairs ? 2 : 4;
+struct DecodedRows {
+  typedef decltype(+factor<S::kPairs>(typename S::Value{}).part[0]) Value;
+  static constexpr bool kPairs = S::kPairs, kEnds = false, kParts = S::kScales == Scales::kUnit;
+  static constexpr bool kSmall = kRegisters < 32;
+  static constexpr int kSize = sizeof(X<S>), kRows = kParts ? 4 : 12, kColumns = 2048 / kSize;
+  static constexpr int kTile = kParts ? 2 : (kSmall ? 3 : 6);  // rows, with four of the input
+  static constexpr int kUnit = kParts ? S::kUnit : columns_of<Value>(), kChunk = S::kUnit;
+  static constexpr int kPass = 128;  // columns; a multiple of any chunk
   static constexpr Scales kScales = S::kScales;
-  struct Choose {
-    static auto value() {
-      if constexpr (kPairs)
-        return Halves{};
-      else
-        return Floats{};
-    }
-  };
-  typedef decltype(Choose::value()) Value;
   struct Row {
     const uint8_t* at;
-    typename S::Row own;
-    template <int N>
-    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
-      JAXLLM_UNROLL
-      for (int n = 0; n < N; n++) out[n] = jaxllm::load<Value>(at + c * kSize + n * sizeof(Value));
-    }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return own.scale(c); }
+    const typename S::Row* own;
     void fetch(int64_t) const {}
+    JAXLLM_INLINE Value value(int64_t c) const { return load<Value>(at + c * kSize); }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return own->scale(c); }
   };
-  const S& source;
-  const uint8_t* data;
-  int64_t stride, first;
+  const Weight& w;
+  const X<S>* x;
+  int64_t x_stride, columns;
+  float* y;
+  uint8_t (*values)[kColumns * kSize];
+  TileRows o;
+  typename S::Row row[kRows];
 
-  JAXLLM_INLINE Row row(int64_t o, int i) const { return {data + (o - first) * stride, source.row(o, i)}; }
-};
-
-// The same if decoding values is expensive: done once for many rows, unless pairs have scales, which cost more than
-// their values.
-template <class S>
-void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
-                       float* y) {
-  if ((S::kPairs && S::kScales == Scales::kUnit) || in.rows <= (S::kScales == Scales::kNone ? 4 : 16))
-    return multiply_source(source, w, in, x, w.stride, begin, end, y);
-  typedef typename S::Value Value;
-  typedef typename Expanded<S>::Factor Factor;
-  const int64_t stride = (up(in.columns, 128) + 32 * 3) * Expanded<S>::kSize, most = rows_in_cache(stride);
-  uint8_t* values = space<S>(size_t(most) * stride);
-  for (int64_t b = begin; b < end; b += most) {
-    const int64_t stop = b + most < end ? b + most : end;
-    for (int64_t o = b; o < stop; o++) {
-      typename S::Row row = source.row(o, 0);
-      uint8_t* to = values + (o - b) * stride;
-      for (int64_t c = 0; c < w.columns; c += S::kChunk) {
-        row.fetch(c);
-        for (int u = 0; u < S::kChunk && !(S::kEnds && c + u >= w.columns); u += S::kUnit) {
-          Value some[S::kUnit / columns_of<Value>()];
-          row.load(c + u, some);
-          Factor* at = reinterpret_cast<Factor*>(to + (c + u) * Expanded<S>::kSize);
-          for (const Value& value : some) store(at++, factor<S::kPairs>(value));
+  static void decode(typename S::Row& row, int64_t begin, int64_t end, uint8_t* to) {
+    alignas(64) uint8_t place[S::kTail ? S::kChunk * 4 : 1];
+    for (int64_t c = begin; c < end; c += S::kChunk) {
+      if constexpr (S::kTail) {
+        if (c + S::kChunk > end) {
+          memset(place, 0, sizeof place);
+          row.end(c, end - c, place);
+        }
+      }
+      JAXLLM_UNROLL
+      for (int u = 0; u < S::kChunk; u += S::kUnit) {
+        if (S::kEnds && c + u >= end) break;
+        typename S::Value value[S::kUnit / columns_of<typename S::Value>()];
+        row.load(c + u, value);
+        JAXLLM_UNROLL
+        for (const auto& some : value) {
+          JAXLLM_UNROLL
+          for (const Value& part : factor<kPairs>(some).part) {  // apart: GCC 12 would copy the whole through memory
+            store(to, part);
+            to += sizeof part;
+          }
         }
       }
     }
-    multiply_source(Expanded<S>{source, values, stride, b}, w, in, x, 0, b, stop, y);
+  }
+
+  // Columns from c on of one tile, whose sums are at `all`.
+  __attribute__((noinline)) void multiply(int64_t c, int64_t end, int i, int64_t r, Floats* all) const {
+    Row rows[kTile];
+    JAXLLM_UNROLL
+    for (int n = 0; n < kTile; n++) rows[n] = {values[i + n] - c * kSize, &row[i + n]};
+    Floats sum[kTile][4];
+    JAXLLM_UNROLL
+    for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
+    for (int j = 0; j < 4; j++) sum[n][j] = c ? all[4 * n + j] : Floats{};
+    for (int64_t from = c; from < end; from += kPass) {
+      if (!r) {  // asks for what is decoded next
+        JAXLLM_UNROLL
+        for (int n = 0; n < kTile; n++)
+          for (int u = 0; u < kPass; u += S::kChunk) row[i + n].fetch(from + u);
+      }
+      add_columns<DecodedRows>(sum, rows, from, from + kPass < end ? from + kPass : end, x + r * x_stride, x_stride,
+                               false);
+    }
+    if (end >= columns) return put<S>(sum, w, TileRows{o[i], o.step, o.last}, r, y);
+    JAXLLM_UNROLL
+    for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
+    for (int j = 0; j < 4; j++) all[4 * n + j] = sum[n][j];
+  }
+};
+
+// By decoded rows if there are more input rows than `few`. Few of them leave time to read far rows, as tiles do; the
+// outputs of many fill lines of y, and each block asks for the next one. Units with scales need registers for two sums
+// each, and scales of pairs cost more than their values: these are decoded again for each tile.
+template <class S>
+void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
+                       float* y, int64_t few = S::kScales == Scales::kNone ? 4 : 16) {
+  constexpr bool kAgain = S::kScales == Scales::kUnit && (S::kPairs || kRegisters < 32);
+  if (kAgain || in.rows <= few) return multiply_source(source, w, in, x, w.stride, begin, end, y);
+  typedef DecodedRows<S> Block;
+  const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows,
+                rest = end - begin - whole * Block::kRows;
+  const bool near = in.rows > 16;
+  constexpr size_t kBytes = Block::kRows * Block::kColumns * Block::kSize;
+  uint8_t* memory = space<Block>(kBytes + strips * 4 * Block::kRows * sizeof(Floats));
+  Floats* sums = reinterpret_cast<Floats*>(memory + kBytes);
+  S ahead = source;
+  if (near && source.distance) ahead.distance = Block::kRows * w.stride;
+  Block block = {w,
+                 reinterpret_cast<const X<S>*>(x),
+                 stride_of(in),
+                 up(w.columns, S::kUnit),
+                 y,
+                 reinterpret_cast<decltype(Block::values)>(memory),
+                 {},
+                 {}};
+  for (int64_t n = 0; n < whole + (rest > 0); n++) {
+    const int64_t first = begin + n * Block::kRows;
+    block.o = near || n == whole ? TileRows{first, 1, end - 1} : TileRows{begin + n, whole, end - 1};
+    for (int i = 0; i < Block::kRows; i++) block.row[i] = ahead.row(block.o[i], i);
+    int64_t c = 0;
+    do {
+      const int64_t stop = c + Block::kColumns < w.columns ? c + Block::kColumns : w.columns;
+      for (int i = 0; i < Block::kRows; i++) Block::decode(block.row[i], c, stop, block.values[i]);
+      for (int64_t s = 0; s < strips; s++)
+        for (int i = 0; i < (n < whole ? Block::kRows : rest); i += Block::kTile)
+          block.multiply(c, up(stop, S::kUnit), i, 4 * s + 4 <= in.rows ? 4 * s : in.rows - 4,
+                         sums + (s * Block::kRows + i) * 4);
+      c = stop;
+    } while (c < w.columns);
   }
 }
 

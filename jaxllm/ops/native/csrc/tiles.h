@@ -23,10 +23,10 @@ inline int64_t distance_of(int64_t stride) { return stride ? 2 << 10 : 0; }
 
 // A tile's O weight rows: o, o + step, ... They are far from each other, and the next tile's follow them. So memory is
 // read in O streams without gaps, each in pages of its own, which the processor's own prefetchers follow: a core
-// reads 1.1 to 1.2 times as fast as from neighboring rows.
+// reads 1.1 to 1.2 times as fast as from neighboring rows. Beyond the last row, it is repeated.
 struct TileRows {
-  int64_t o, step;
-  JAXLLM_INLINE int64_t operator[](int i) const { return o + i * step; }
+  int64_t o, step, last;
+  JAXLLM_INLINE int64_t operator[](int i) const { return o + i * step < last ? o + i * step : last; }
 };
 
 // A tile's sums, one for each of its outputs: kept in registers where all loops over them are
@@ -49,17 +49,14 @@ JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, const TileRows
 }
 
 // Calls tile(Int<O>, Int<R>, rows, r) over rows begin <= o < end and all rows: `Most` by four, `Few` by two or three,
-// `One` by one. The remainder is computed in overlapping tiles, or row by row: an output's bits are the same in any
-// tile.
+// `One` by one. The last rows are computed in overlapping tiles: an output's bits are the same in any tile.
 template <int One, int Few, int Most, bool Many, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
     constexpr int O = R == 1 ? One : (R < 4 ? Few : Most);
     const int64_t step = (end - begin) / O;
-    for (int64_t i = 0; i < step; i++) tile(Int<O>(), R, TileRows{begin + i, step}, r);
-    if (step && begin + O * step < end) return tile(Int<O>(), R, TileRows{end - O, 1}, r);
-    for (int64_t o = begin + O * step; o < end; o++)
-      for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), TileRows{o, 1}, r + j);
+    for (int64_t i = 0; i < step; i++) tile(Int<O>(), R, TileRows{begin + i, step, end - 1}, r);
+    if (begin + O * step < end) tile(Int<O>(), R, TileRows{begin + O * step, 1, end - 1}, r);
   };
   for (int64_t r = 0; r < rows && rows >= 4; r += 4) down(Int<4>(), r + 4 <= rows ? r : rows - 4);
   if constexpr (!Many) {
