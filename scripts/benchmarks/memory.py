@@ -148,7 +148,10 @@ def generate(path: str, weights: str, cache: str, prompt: int, new: int) -> list
 
 def import_libraries() -> int:
     """Import what `generate` imports, and start JAX; return the peak so far."""
+    import flax.linen  # noqa: F401
     import jax
+
+    import jaxllm.lm  # noqa: F401
 
     jax.devices()
     return read_memory().resident
