@@ -261,6 +261,8 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
   typedef DecodedRows<S> Block;
   const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows,
                 rest = end - begin - whole * Block::kRows;
+  // Strips of the input that the L2 cache holds while all weights are decoded.
+  const int64_t most = 4 * rows_in_cache(4 * stride_of(in) * Block::kSize);
   const bool near = in.rows > 16;
   constexpr size_t kBytes = Block::kRows * Block::kColumns * Block::kSize;
   uint8_t* memory = space<Block>(kBytes + strips * 4 * Block::kRows * sizeof(Floats));
@@ -275,21 +277,22 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
                  reinterpret_cast<decltype(Block::values)>(memory),
                  {},
                  {}};
-  for (int64_t n = 0; n < whole + (rest > 0); n++) {
-    const int64_t first = begin + n * Block::kRows;
-    block.o = near || n == whole ? TileRows{first, 1, end - 1} : TileRows{begin + n, whole, end - 1};
-    for (int i = 0; i < Block::kRows; i++) block.row[i] = ahead.row(block.o[i], i);
-    int64_t c = 0;
-    do {
-      const int64_t stop = c + Block::kColumns < w.columns ? c + Block::kColumns : w.columns;
-      for (int i = 0; i < Block::kRows; i++) Block::decode(block.row[i], c, stop, block.values[i]);
-      for (int64_t s = 0; s < strips; s++)
-        for (int i = 0; i < (n < whole ? Block::kRows : rest); i += Block::kTile)
-          block.multiply(c, up(stop, S::kUnit), i, 4 * s + 4 <= in.rows ? 4 * s : in.rows - 4,
-                         sums + (s * Block::kRows + i) * 4);
-      c = stop;
-    } while (c < w.columns);
-  }
+  for (int64_t from = 0; from < strips; from += most)
+    for (int64_t n = 0; n < whole + (rest > 0); n++) {
+      const int64_t first = begin + n * Block::kRows;
+      block.o = near || n == whole ? TileRows{first, 1, end - 1} : TileRows{begin + n, whole, end - 1};
+      for (int i = 0; i < Block::kRows; i++) block.row[i] = ahead.row(block.o[i], i);
+      int64_t c = 0;
+      do {
+        const int64_t stop = c + Block::kColumns < w.columns ? c + Block::kColumns : w.columns;
+        for (int i = 0; i < Block::kRows; i++) Block::decode(block.row[i], c, stop, block.values[i]);
+        for (int64_t s = from; s < from + most && s < strips; s++)
+          for (int i = 0; i < (n < whole ? Block::kRows : rest); i += Block::kTile)
+            block.multiply(c, up(stop, S::kUnit), i, 4 * s + 4 <= in.rows ? 4 * s : in.rows - 4,
+                           sums + ((s - from) * Block::kRows + i) * 4);
+        c = stop;
+      } while (c < w.columns);
+    }
 }
 
 }  // namespace
