@@ -78,7 +78,7 @@ def _value_or_error(read: Callable[..., Any], *args: Any) -> Any:
     try:
         return read(*args)
     except JaxllmError as error:
-        return error.with_traceback(None)  # whose frames hold all that was read
+        return error.with_traceback(None)  # its frames would keep the file's contents in memory
 
 
 def assets_from_gguf(path: Path) -> TextAssets:

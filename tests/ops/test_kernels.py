@@ -64,6 +64,17 @@ def test_product_is_exact_for_any_input_range(isa: str, kind: str) -> None:
                 assert y[:1].tobytes() == single_row.tobytes(), (name, dtype, rows)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64"])
+def test_rows_beyond_the_cache_have_the_same_bits(isa: str, name: str) -> None:
+    """Where a kernel multiplies many rows in parts, each row has the bits that it has alone."""
+    rng = np.random.default_rng(3)
+    matrix, x = FORMATS[name](rng, 13, 2048), inputs(rng, "normal", (203, 2048), bfloat16)
+    y = product(isa, matrix, x)
+    for row in (0, 127, 128, 202):
+        alone = product(isa, matrix, x[row : row + 1])
+        assert y[row : row + 1].tobytes() == alone.tobytes(), row
+
+
 @pytest.mark.parametrize("name", INTEGERS)
 def test_product_ignores_huge_input_at_zero_weight(isa: str, name: str) -> None:
     """An input up to 3e38 that meets a zero weight costs the other terms of that output no

@@ -88,7 +88,7 @@ def test_two_to_sixteen_rows_use_the_kernel(
 
 
 def test_shards_do_not_use_the_kernel() -> None:
-    """Inside `shard_map`, whose axes the kernel does not know, is_supported is false."""
+    """is_supported is false inside `shard_map`: the kernel does not support its axes."""
     supported = []
 
     def look(x_RI: jax.Array) -> jax.Array:
