@@ -614,7 +614,8 @@ def load(
     """
     if keep_programs is not False:
         compile_cache.enable_compile_cache(None if keep_programs is True else keep_programs)
-        compile_cache.load_first_programs((str(path), sys.argv[:2]))
+        directory = path.directory if isinstance(path, native.Checkpoint) else path
+        compile_cache.load_first_programs((str(directory), sys.argv[:2]))
     opened = path if isinstance(path, native.Checkpoint) else open_checkpoint(path, strict=strict)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if dtype is not None and not isinstance(dtype, Precision):

@@ -173,8 +173,9 @@ def test_linears_fuses_calls_and_keeps_bits() -> None:
     rng = np.random.default_rng(8)
     for dtype, rows in itertools.product(("float32", "bfloat16"), (1, 16)):
         x = jnp.asarray(rng.normal(0, 1, (rows, 200)), dtype)
-        biases = [None, jnp.asarray(rng.normal(0, 1, 34), jnp.float32), *[None] * 5]
-        names = ("int8", "int8", "int4-g32", "int4-g64", "bf16-packed", "bfloat16", "float32")
+        biases = [None, jnp.asarray(rng.normal(0, 1, 34), jnp.float32), *[None] * 6]
+        names = ("int8", "int8", "int4-g32", "int4-g64", "int4-g64-zp")
+        names += ("bf16-packed", "bfloat16", "float32")
         terms = [
             (matrix(rng, (33 + i, 200), name), bias)
             for i, (name, bias) in enumerate(zip(names, biases, strict=True))
