@@ -144,35 +144,20 @@ void digits_tile(const Source& source, const Weight& w, const InputDigits* x, in
   put(sum, w, o, r, false, y);
 }
 
-// Adds the products of the rest, of a register of weight rows at once.
+// Adds the products of the rest.
 inline void add_rest(const Weight& w, const Input& in, const uint8_t* prepared, int64_t begin, int64_t end, float* y) {
-  const bool half = w.half || w.blocks;
-  const int64_t bytes = w.blocks ? block_bytes(4) : 16, size = half ? 2 : 4;
+  const int64_t bytes = w.blocks ? block_bytes(4) : 16;
   for (int64_t r = 0; r < in.rows; r++) {
     const int32_t* rest = reinterpret_cast<const int32_t*>(prepared + rest_at(in, r));
-    for (int64_t o = begin; o < end && rest[0]; o += kLanes) {
-      const int64_t last = (end - o < kLanes ? end - o : kLanes) - 1;
-      Floats sum = {};
-      for (int32_t i = 1; i <= rest[0]; i++) {
-        const int64_t c = rest[i], group = c / w.group, stride = w.blocks ? w.stride : w.groups * size;
-        const uint8_t* code = w.data + o * w.stride + c / 32 * bytes + (w.blocks ? 2 : 0) + c % 16;
-        const uint8_t* scale = w.blocks ? w.data + o * w.stride + group * bytes
-                                        : static_cast<const uint8_t*>(w.scale) + o * stride + group * size;
-        int8_t codes[kLanes], zeros[kLanes];
-        alignas(64) uint8_t scales[4 * kLanes];
-        JAXLLM_UNROLL
-        for (int64_t l = 0; l < kLanes; l++) {
-          const int64_t at = l < last ? l : last;
-          codes[l] = int8_t(code[at * w.stride]);
-          zeros[l] = w.zero ? int8_t(w.zero[(o + at) * w.groups + group]) : 8;
-          memcpy(scales + l * size, scale + at * stride, size);
-        }
-        const Ints code4 = Ints(Bits(__builtin_convertvector(load<Signed>(codes), Ints)) >> (c % 32 / 16 * 4) & 15);
-        const Floats q = to_floats(code4 - __builtin_convertvector(load<Signed>(zeros), Ints));
-        const Floats by = floats_at(half ? Kind::kF16 : Kind::kF32, scales, 0);
-        sum = fma(q * by, all_of(from_bf16(static_cast<const uint16_t*>(in.x)[r * in.columns + c])), sum);
+    for (int32_t i = 1; i <= rest[0]; i++) {
+      const int64_t c = rest[i], group = c / w.group;
+      const float x = from_bf16(static_cast<const uint16_t*>(in.x)[r * in.columns + c]);
+      const uint8_t* code = w.data + c / 32 * bytes + (w.blocks ? 2 : 0) + c % 16;
+      for (int64_t o = begin; o < end; o++) {
+        const int64_t g = o * w.groups + group;
+        const int q = (code[o * w.stride] >> (c % 32 / 16 * 4) & 15) - (w.zero ? w.zero[g] : 8);
+        y[r * w.rows + o] = __builtin_fmaf(float(q) * scale_at(w, g), x, y[r * w.rows + o]);
       }
-      for (int64_t l = 0; l <= last; l++) y[r * w.rows + o + l] += sum[l];
     }
   }
 }

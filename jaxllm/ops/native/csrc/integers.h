@@ -46,7 +46,7 @@ struct Groups {
 inline Groups groups_of(const Weight& w, const Input& in, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
   const int64_t stride = w.groups + 4;
-  float* memory = reinterpret_cast<float*>(space<Groups>(4 * 4 * stride));
+  float* memory = reinterpret_cast<float*>(space<Groups>(12 * 4 * stride));
   return {w,      shift,  Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1),
           stride, memory, Spread::kHalves && in.rows <= 2 && w.half && w.groups > 1};
 }

@@ -85,7 +85,7 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
     JAXLLM_UNROLL
     for (int p = 0; p < P; p++) {
       if constexpr (!kInMemory<S>) row[i + p].load(c, value[p]);
-      if constexpr (kParts) scale[p] = row[i + p].scale(c);
+      if constexpr (kParts && !kInMemory<S>) scale[p] = row[i + p].scale(c);
     }
     JAXLLM_UNROLL
     for (int n = 0; n < N; n++) {
@@ -104,8 +104,11 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
       }
     }
     JAXLLM_UNROLL
-    for (int p = 0; p < P && kParts; p++) JAXLLM_UNROLL
-    for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale[p], sum[i + p][j]);
+    for (int p = 0; p < P && kParts; p++) {
+      if constexpr (kParts && kInMemory<S>) scale[p] = row[i + p].scale(c);
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale[p], sum[i + p][j]);
+    }
   }
 }
 
@@ -179,8 +182,8 @@ struct DecodedRows {
   typedef decltype(+factor<S::kPairs>(typename S::Value{}).part[0]) Value;
   static constexpr bool kPairs = S::kPairs, kEnds = false, kParts = S::kScales == Scales::kUnit;
   static constexpr bool kSmall = kRegisters < 32;
-  static constexpr int kSize = sizeof(X<S>), kRows = kParts ? 4 : 12, kColumns = 2048 / kSize;
-  static constexpr int kTile = kParts ? 2 : (kSmall ? 3 : 6);  // rows, with four of the input
+  static constexpr int kSize = sizeof(X<S>), kRows = 12, kColumns = 2048 / kSize;
+  static constexpr int kTile = kSmall ? 3 : 6;  // rows, with four of the input
   static constexpr int kUnit = kParts ? S::kUnit : columns_of<Value>(), kChunk = S::kUnit;
   static constexpr int kPass = 128;  // columns; a multiple of any chunk
   static constexpr Scales kScales = S::kScales;
@@ -230,7 +233,8 @@ struct DecodedRows {
     Row rows[kTile];
     JAXLLM_UNROLL
     for (int n = 0; n < kTile; n++) rows[n] = {values[i + n] - c * kSize, &row[i + n]};
-    Floats sum[kTile][4];
+    typedef Floats Sums[kTile][4];
+    Sums registers, &sum = kParts ? *reinterpret_cast<Sums*>(all) : registers;
     JAXLLM_UNROLL
     for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
     for (int j = 0; j < 4; j++) sum[n][j] = c ? all[4 * n + j] : Floats{};
@@ -256,7 +260,7 @@ struct DecodedRows {
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y, int64_t few = S::kScales == Scales::kNone ? 4 : 16) {
-  constexpr bool kAgain = S::kScales == Scales::kUnit && (S::kPairs || kRegisters < 32);
+  constexpr bool kAgain = false;
   if (kAgain || in.rows <= few) return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef DecodedRows<S> Block;
   const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows,
