@@ -129,7 +129,7 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
 
 def test_choice_of_sets_builds_those_of_this_processor(tmp_path: Path) -> None:
     """JAXLLM_SETS=machine configures the sets that the processor runs, best only portable and the
-    last of them (with the set that the matrix unit adds to).
+    last of them (with the set that the matrix unit adds to), and a name only that set.
     """
     if shutil.which("cmake") is None or shutil.which("c++") is None:
         pytest.skip("cmake or a C++ compiler is not installed")
@@ -144,5 +144,6 @@ def test_choice_of_sets_builds_those_of_this_processor(tmp_path: Path) -> None:
     every, machine, best = (configured(choice) for choice in ("all", "machine", "best"))
     assert [name for name in every if name in machine] == machine
     assert best[0] == "portable" and machine[-1] in best and len(best) <= 3
+    assert configured("portable") == ["portable"]
     if available_isas() and "JAXLLM_ISA" not in os.environ:
         assert set(available_isas()) <= set(machine)

@@ -12,6 +12,7 @@ tests change.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -36,12 +37,16 @@ LIBRARIES = (
     "transformers.models.mistral.modeling_mistral", "transformers.models.gpt2.modeling_gpt2",
     "tokenizers", "msgspec", "re2", "jinja2", "typer.testing", "rich.progress",
 )  # fmt: skip
-COPIED = ("jaxllm", "convert", "scripts", "tests", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "jaxllm", "convert", "scripts", "tests", "pyproject.toml", "README.md", "Makefile",
+    "CMakeLists.txt",
+)  # fmt: skip
 KERNELS = Path("jaxllm/ops/native/csrc")
 UNEDITABLE = """\
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "skbc" not in type(f).__module__]
 """
+OUTCOMES = ("killed", "survived", "stale", "not run here")
 SECONDS = 600  # timeout of a test; a fault that makes a test hang is killed
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -62,19 +67,21 @@ class Fault(NamedTuple):
     """pytest arguments of the tests that should fail."""
     wide: str
     """pytest arguments to try if those pass."""
+    isa: str = "portable"
+    """For C++: the instruction set that is built, and that the tests run with."""
 
 
 class Result(NamedTuple):
     """The outcome of a fault.
 
-    It is stale if the source does not have its text exactly once, or if its tests do not exist or
-    fail without it.
+    It is stale if the source does not have its text exactly once, if it does not compile, or if its
+    tests do not exist or fail without it.
     """
 
     outcome: str
-    """killed, survived or stale."""
+    """killed, survived, stale, or "not run here": this machine lacks its instruction set."""
     by: str = ""
-    """The test that failed, or why the fault is stale."""
+    """The test that failed, or the reason."""
 
 
 def read_faults(folder: Path) -> list[Fault]:
@@ -100,7 +107,7 @@ def try_faults(
     for name in libraries:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        copy, passing = _copy_sources(root, Path(folder) / "copy"), set[str]()
+        copy, passing = _copy_sources(root, Path(folder) / "copy"), set[tuple[str, str]]()
         for fault in faults:
             if is_stale(fault, root):
                 yield fault, Result("stale")
@@ -110,31 +117,35 @@ def try_faults(
             if key in cache:
                 yield fault, Result(*cache[key])
                 continue
+            if missing := _find_missing(fault.isa, copy):
+                yield fault, Result("not run here", f"(needs {missing})")
+                continue
             try:
                 result = _try_fault(fault, copy, passing)
-            except RuntimeError as error:  # its tests do not run or do not pass
+            except RuntimeError as error:  # it does not compile, or its tests do not run or pass
                 result = Result("stale", " ".join(str(error).split())[-200:])
             if result.outcome == "killed":
                 cache[key] = list(result)
             yield fault, result
 
 
-def _try_fault(fault: Fault, copy: Path, passing: set[str]) -> Result:
-    """Run the tests of a fault.
+def _try_fault(fault: Fault, copy: Path, passing: set[tuple[str, str]]) -> Result:
+    """Run the tests of a fault; `passing` has the tests and sets that pass without one.
 
     Raises:
-        RuntimeError: if there are no such tests, or they fail without the fault.
+        RuntimeError: if it does not compile, if there are no such tests, or if they fail without
+            the fault.
     """
     source = copy / fault.file
     good = source.read_text(encoding="utf-8")
+    isa = fault.isa if Path(fault.file).is_relative_to(KERNELS) else ""
     for tests in filter(None, (fault.tests, fault.wide)):
-        if tests not in passing and (failed := _find_failure(tests, copy, None)):
+        if (tests, isa) not in passing and (failed := _find_failure(tests, copy, isa)):
             raise RuntimeError(f"{tests} fails without a fault: {failed}")
-        passing.add(tests)
+        passing.add((tests, isa))
         source.write_text(good.replace(fault.old, fault.new), encoding="utf-8")
         try:
-            library = _build_kernels(copy) if Path(fault.file).is_relative_to(KERNELS) else None
-            failed = _find_failure(tests, copy, library)
+            failed = _find_failure(tests, copy, isa)
         finally:
             source.write_text(good, encoding="utf-8")
         if failed:
@@ -156,11 +167,31 @@ def _copy_sources(root: Path, copy: Path) -> Path:
             shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
         elif (root / name).exists():
             shutil.copy(root / name, copy / name)
+    (copy / "sitecustomize.py").write_text(UNEDITABLE, encoding="utf-8")
     return copy
 
 
-def _find_failure(tests: str, copy: Path, library: Path | None) -> str:
-    """Run tests of the copy in a fork; return the first that fails, or "" if all pass."""
+@functools.cache
+def _find_missing(isa: str, copy: Path) -> str:
+    """Return what the machine lacks for an instruction set, or "" if it can run it."""
+    if isa == "portable":
+        return ""
+    code = f"""from jaxllm.ops import native
+print("" if {isa!r} in native.available_isas() else native.INSTRUCTION_SETS[{isa!r}])"""
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, cwd=copy, env=environment
+    ).stdout.strip()
+
+
+def _find_failure(tests: str, copy: Path, isa: str) -> str:
+    """Run tests of the copy in a fork, with the copy's kernels if `isa` is given.
+
+    Returns:
+        The first test that fails, or "" if all pass.
+    """
+    library = _build_kernels(copy, isa) if isa else None
     log = copy.parent / "log"
     sys.stdout.flush()
     child = os.fork()
@@ -170,7 +201,9 @@ def _find_failure(tests: str, copy: Path, library: Path | None) -> str:
             with log.open("wb") as out:
                 os.dup2(out.fileno(), 1)
                 os.dup2(out.fileno(), 2)
-            code = _run_pytest(tests, copy, library)
+            if library:
+                os.environ |= {"JAXLLM_LIBRARY": str(library), "JAXLLM_ISA": isa}
+            code = _run_pytest(tests, copy)
         except BaseException:  # this process must not continue with the parent's code
             traceback.print_exc()
         finally:
@@ -185,7 +218,7 @@ def _find_failure(tests: str, copy: Path, library: Path | None) -> str:
     return "" if code == 0 else match[1] if match else f"{tests} (ended with code {code})"
 
 
-def _run_pytest(tests: str, copy: Path, library: Path | None) -> int:
+def _run_pytest(tests: str, copy: Path) -> int:
     """Run pytest on the copy in this process, which has not imported jaxllm yet."""
     import pytest
 
@@ -195,10 +228,7 @@ def _run_pytest(tests: str, copy: Path, library: Path | None) -> int:
     # `sitecustomize` in processes that tests start.
     exec(UNEDITABLE)
     sys.path.insert(0, str(copy))
-    (copy / "sitecustomize.py").write_text(UNEDITABLE, encoding="utf-8")
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    if library:
-        os.environ["JAXLLM_LIBRARY"] = str(library)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not full", "--tb", "no"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported before
     timeout = ["--timeout", str(SECONDS), "--timeout-method", "thread"]
@@ -206,16 +236,23 @@ def _run_pytest(tests: str, copy: Path, library: Path | None) -> int:
     return int(pytest.main([*options, *timeout, *shlex.split(tests)]))
 
 
-def _build_kernels(copy: Path) -> Path:
-    """Build the copy's portable kernels."""
-    import jaxlib
-
-    library, sources = copy.parent / "_kernels.so", copy / KERNELS
-    include = Path(jaxlib.__file__).parent / "include"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-isystem", include]
-    command += ["-DJAXLLM_SET=portable", '-DJAXLLM_LAYER="layers/portable.h"']
-    files = [sources / name for name in ("ffi.cc", "sets.cc", "set.cc", "unpack.cc")]
-    subprocess.run([*map(str, command), *map(str, files), "-o", str(library)], check=True)
+def _build_kernels(copy: Path, isa: str) -> Path:
+    """Build the copy's kernels for an instruction set; equal sources are built once."""
+    files = sorted(path for path in (copy / KERNELS).rglob("*") if path.is_file())
+    library = copy.parent / f"{isa}-{_digest(*(path.read_text() for path in files))}.so"
+    if library.exists():
+        return library
+    folder = copy.parent / isa
+    options = [f"-DJAXLLM_SETS={isa}", f"-DPython_EXECUTABLE={sys.executable}"]
+    options += ["-DJAXLLM_OPTIMIZE=-O1"]
+    for command in (
+        ["cmake", "-S", str(copy), "-B", str(folder), *options],
+        ["cmake", "--build", str(folder), "--target", "_kernels", "--parallel", "2"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{isa} is not built: {done.stdout}{done.stderr}")
+    shutil.copy(folder / "_kernels.so", library)
     return library
 
 
@@ -263,8 +300,8 @@ def main() -> int:
         print(f"{progress}: {fault.name} {result.by}", flush=True)
         cache_file.write_text(json.dumps(cache), encoding="utf-8")
     counts = Counter(result.outcome for _, result in results)
-    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in ("killed", "survived", "stale")))
-    return int(any(result.outcome != "killed" for _, result in results))
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
+    return int(counts["survived"] + counts["stale"] > 0)
 
 
 if __name__ == "__main__":

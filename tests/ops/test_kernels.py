@@ -66,11 +66,14 @@ def test_product_is_exact_for_any_input_range(isa: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64"])
 def test_rows_beyond_the_cache_have_the_same_bits(isa: str, name: str) -> None:
-    """Where a kernel multiplies many rows in parts, each row has the bits that it has alone."""
+    """Where a kernel multiplies many rows in parts, of 64 as floats and 128 as bfloat16, products
+    are exact, and each row has the bits that it has alone.
+    """
     rng = np.random.default_rng(3)
-    matrix, x = FORMATS[name](rng, 13, 2048), inputs(rng, "normal", (203, 2048), bfloat16)
+    matrix, x = FORMATS[name](rng, 13, 4096), inputs(rng, "normal", (203, 4096), bfloat16)
     y = product(isa, matrix, x)
-    for row in (0, 127, 128, 202):
+    assert errors(y, x, matrix).max() <= 1
+    for row in (0, 63, 64, 127, 128, 202):
         alone = product(isa, matrix, x[row : row + 1])
         assert y[row : row + 1].tobytes() == alone.tobytes(), row
 

@@ -25,7 +25,7 @@ const Kernels* neon_bf16_kernels();
 
 namespace {
 
-bool always() { return true; }
+[[maybe_unused]] bool always() { return true; }
 
 #if defined(__x86_64__)
 bool has_avx2() {
@@ -66,7 +66,9 @@ bool has_dot() { return has_arm(0, 20, "hw.optional.arm.FEAT_DotProd"); }
 #endif
 
 const Set kSets[] = {
+#ifdef JAXLLM_PORTABLE
     {"portable", portable_kernels, always},
+#endif
 #ifdef JAXLLM_AVX2
     {"avx2", avx2_kernels, has_avx2},
 #endif
