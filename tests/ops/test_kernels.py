@@ -94,6 +94,16 @@ def test_product_ignores_huge_input_at_zero_weight(isa: str, name: str) -> None:
         assert errors(product(isa, matrix, x), x, matrix)[0, 0] <= 1, (dtype, giant)
 
 
+def test_lone_input_of_any_mantissa_is_multiplied_exactly(isa: str) -> None:
+    """The product of one bfloat16 input with four-bit weights is exact: no digit overflows."""
+    matrix = FORMATS["int4-blocks"](np.random.default_rng(4), 5, 64)
+    for i in range(256):
+        x = np.zeros((1, 64), bfloat16)
+        x[0, i // 4] = (128 + i % 128) * (1 if i < 128 else -1)
+        exact = x.astype(np.float64) @ matrix.numbers.T
+        assert (product(isa, matrix, x) == exact).all(), x[0, i // 4]
+
+
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
 def test_product_confines_nonfinite_input_to_its_row(isa: str, nonfinite: float) -> None:
     """A NaN or infinite input makes its own row non-finite and leaves the bits of all other rows

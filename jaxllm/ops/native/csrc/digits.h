@@ -1,5 +1,5 @@
-// Four-bit weights times bfloat16 inputs, where the set multiplies unsigned by signed bytes (VNNI): few rows are
-// multiplied as integers, by three digits of each input.
+// Four-bit weights times bfloat16 inputs, where the set multiplies unsigned by signed bytes (VNNI, AVX2): few rows are
+// multiplied as integers, by three digits of each input. More rows share decoded weights (multiply_expanded).
 //
 // The eight columns of a lane have a step, a power of two so small that the inputs are whole numbers of steps, and so
 // large that the sum of the magnitudes of weights times steps is below 2^24. Then all sums of a lane are exact, as
@@ -7,8 +7,9 @@
 // that are no whole number of steps, far smaller than one beside them, or not finite, are zeros there. They are the
 // row's rest, whose products are added last.
 //
-// Weights of high bits need no shift: 16 high + low times x of the high column, and low times what is then missing, is
-// 16 times both products.
+// With VNNI, weights of high bits need no shift: 16 high + low times x of the high column, and low times what is then
+// missing, is 16 times both products. AVX2 adds products in 16 bits, which these would overflow. It then multiplies
+// each digit's sums by the digit's weight, which has 16 bits too: 2^14, 2^7 or 1.
 #pragma once
 
 #include "integers.h"
@@ -16,11 +17,11 @@
 namespace jaxllm {
 namespace {
 
-// Rows multiplied as integers: more share decoded weights (multiply_expanded).
-constexpr int64_t kDigitRows = 16;
+constexpr int kDigitBits = kOffset ? 8 : 7;
+constexpr int kTimes = kOffset ? 16 : 1;  // sums are so many times the products
 
 inline bool by_digits(const Weight& w, const Input& in) {
-  return kOffset && w.kind == Kind::kInt4 && in.bf16 && !in.rounded;
+  return kDigitRows && w.kind == Kind::kInt4 && in.bf16 && !in.rounded;
 }
 
 // Of registers of halves that are converted to floats: the first of each lane's two, then the second.
@@ -30,7 +31,7 @@ constexpr int even_odd(int i) { return i / kHalves * kHalves + i % kLanes * 2 + 
 constexpr int float_column(int i) { return nibble_column(columns_of<NibbleValue>() == kHalves ? even_odd(i) : i); }
 
 // A unit's digits, the highest first: what is multiplied by low bits, and by whole bytes; what the weights' offset (or
-// each unit of their zero point) adds to a lane's sum, less than zero; a sixteenth of a lane's step.
+// each unit of their zero point) adds to a lane's sum, less than zero; a lane's step, over kTimes.
 struct alignas(64) InputDigits {
   int8_t digit[3][2][kBytes];
   Ints bias;
@@ -60,9 +61,9 @@ inline void prepare_exact(const Weight& w, const Input& in, int64_t r, const flo
         sum += size;
         most = larger(most, size);
       }
-      // Weights are up to 8, or with a zero point 15: the sum is below 2^21 or 2^20 steps. And 17 times any input is
-      // below 2^23 - 2^16 steps, which three digits hold.
-      const Floats bound = larger(larger(sum, most * 4.3f), all_of(0x1p-100f));
+      // Weights are up to 8, or with a zero point 15: the sum is below 2^21 or 2^20 steps. And three
+      // digits hold 17 times any input, below 2^23 - 2^16 steps, or those of 7 bits any input, below 127 * 2^14.
+      const Floats bound = larger(larger(sum, most * (kOffset ? 4.3f : 1.02f)), all_of(0x1p-100f));
       const Bits bits = (Bits(bound) & 0x7f800000u) - ((w.zero ? 11u : 12u) << 23);
       const Floats step = Floats(bits), inverse = Floats((254u << 23) - bits);
       Ints steps[2][4], all = {};
@@ -84,16 +85,17 @@ inline void prepare_exact(const Weight& w, const Input& in, int64_t r, const flo
         JAXLLM_UNROLL
         for (int i = 0; i < 4; i++) JAXLLM_UNROLL
         for (int high = 0; high < 2; high++) {
-          Ints digits = high ? steps[1][i] : steps[0][i] * 16 - steps[1][i];
+          Ints digits = kOffset && !high ? steps[0][i] * 16 - steps[1][i] : steps[high][i];
           JAXLLM_UNROLL
           for (int k = 2; k >= 0; k--) {
-            word[k][high] |= (Bits(digits) & 255) << (8 * i);
-            digits = (digits + 128) >> 8;
+            const Ints above = k ? (digits + (1 << kDigitBits >> 1)) >> kDigitBits : Ints{};
+            word[k][high] |= (Bits(digits - (above << kDigitBits)) & 255) << (8 * i);
+            digits = above;
           }
         }
         memcpy(out.digit, word, sizeof word);
-        out.bias = -16 * (w.zero ? 1 : 8) * all;
-        out.step = step * 0x1p-4f;
+        out.bias = (w.zero ? -kTimes : -8 * kTimes) * all;
+        out.step = step * (1.0f / kTimes);
         to += sizeof out;
         continue;
       }
@@ -123,7 +125,7 @@ void digits_tile(const Source& source, const Weight& w, const InputDigits* x, in
     JAXLLM_UNROLL
     for (int u = 0; u < Source::kChunk; u += Source::kUnit, x++) JAXLLM_UNROLL
     for (int i = 0; i < O; i++) {
-      const Bytes codes = row[i].codes(c + u), low = codes & 15;
+      const auto codes = row[i].codes(c + u), low = codes & 15;
       const Ints offset = row[i].offset(c + u);
       const Floats scale = row[i].scale(c + u);
       JAXLLM_UNROLL
@@ -131,11 +133,12 @@ void digits_tile(const Source& source, const Weight& w, const InputDigits* x, in
         const InputDigits& in = x[j * units];
         Ints total = {};
         JAXLLM_UNROLL
-        for (int k = 0; k < 3; k++) {
+        for (int k = 0; k < 3 && kOffset; k++) {
           if (k) total = Ints(Bits(total) << 8);
           add_bytes(total, low, load<Bytes>(in.digit[k][0]));
           add_bytes(total, codes, load<Bytes>(in.digit[k][1]));
         }
+        if constexpr (!kOffset) total = digit_products(codes, in.digit);
         total = Ints(Bits(total) + Bits(in.bias * offset));
         sum[i][j] = fma(to_floats(total) * in.step, scale, sum[i][j]);
       }
@@ -173,16 +176,17 @@ void multiply_digits(const Weight& w, const Input& in, const uint8_t* x, int64_t
 
 template <bool Pairs>
 void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  const int64_t most = by_digits(w, in) ? rows_in_cache(w.stride) : end - begin;
+  const bool exact = by_digits(w, in), few = exact && in.rows <= kDigitRows;
+  const int64_t most = exact ? rows_in_cache(w.stride) : end - begin;  // the rest reads weights again
   for (int64_t o = begin; o < end; o += most) {
     const int64_t stop = o + most < end ? o + most : end;
-    if (!by_digits(w, in) || in.rows > kDigitRows)
+    if (!few)
       multiply_integers<Pairs>(w, in, x, o, stop, y);
-    else if (w.blocks)
-      multiply_digits<false, true>(w, in, x, o, stop, y);
-    else
-      w.zero ? multiply_digits<true, false>(w, in, x, o, stop, y) : multiply_digits<false, false>(w, in, x, o, stop, y);
-    if (by_digits(w, in)) add_rest(w, in, x, o, stop, y);
+    else if constexpr (kDigitRows > 0)
+      w.blocks ? multiply_digits<false, true>(w, in, x, o, stop, y)
+      : w.zero ? multiply_digits<true, false>(w, in, x, o, stop, y)
+               : multiply_digits<false, false>(w, in, x, o, stop, y);
+    if (exact) add_rest(w, in, x, o, stop, y);
   }
   mend(w, in, begin, end, y);
 }

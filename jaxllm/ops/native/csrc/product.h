@@ -255,13 +255,11 @@ struct DecodedRows {
 };
 
 // By decoded rows if there are more input rows than `few`. Few of them leave time to read far rows, as tiles do; the
-// outputs of many fill lines of y, and each block asks for the next one. Units with scales need registers for two sums
-// each, and scales of pairs cost more than their values: these are decoded again for each tile.
+// outputs of many fill lines of y, and each block asks for the next one.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y, int64_t few = S::kScales == Scales::kNone ? 4 : 16) {
-  constexpr bool kAgain = false;
-  if (kAgain || in.rows <= few) return multiply_source(source, w, in, x, w.stride, begin, end, y);
+  if (in.rows <= few) return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef DecodedRows<S> Block;
   const int64_t strips = up(in.rows, 4) / 4, whole = (end - begin) / Block::kRows,
                 rest = end - begin - whole * Block::kRows;

@@ -16,13 +16,15 @@
 //      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
 //                             127), those of four neighbors added to their lane;
 //      add_nibbles(sum, w, w2, x, x2) the same for w and w2 from 0 to 15, both pairs;
+//      kDigitRows             up to how many bfloat16 rows multiply four bits by digits (digits.h); 0: none. Without
+//                             offset, digit_products(codes, digit) is the sum of codes times their digits, weighted;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
 //                             exponent base + index; put together from the lower and the upper eight bytes of
 //                             each 16;
 //      Nibbles<Zero>().values(q, zero, out)   the 8 N numbers q - 8, or q - zero, of 4 N bytes: NibbleValue[4] of
 //                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
 //                             i-th number; any order in which lane l of each register is of columns of the same
-//                             32 as byte 4 l; if kOffset is not 0, of those of bytes 4 l to 4 l + 3;
+//                             32 as byte 4 l; if kDigitRows is not 0, of those of bytes 4 l to 4 l + 3;
 //      Levels(p).at(index)    of 16 floats from p on, the one that the lowest four bits of each lane select; its
 //                             other bits may be anything;
 //      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more

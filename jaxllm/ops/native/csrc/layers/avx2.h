@@ -41,6 +41,7 @@ JAXLLM_INLINE Floats from_int8(const int8_t* p) {
 
 #ifdef __AVXVNNI__
 constexpr int kOffset = 128;
+constexpr int kDigitRows = 16;
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // as an intrinsic GCC 12 copies the sums
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 }
@@ -50,6 +51,7 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
 }
 #else
 constexpr int kOffset = 0;
+constexpr int kDigitRows = 1;
 JAXLLM_INLINE void add_shorts(Ints& sum, __m256i pairs) { sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
   add_shorts(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(__m256i(w)), _mm256_sign_epi8(__m256i(x), __m256i(w))));
@@ -57,6 +59,17 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
   add_shorts(sum, _mm256_add_epi16(_mm256_maddubs_epi16(__m256i(w), __m256i(x)),
                                    _mm256_maddubs_epi16(__m256i(w2), __m256i(x2))));
+}
+JAXLLM_INLINE Ints digit_products(Bytes codes, const int8_t (&digit)[3][2][32]) {
+  const __m256i low = __m256i(codes & 15), high = __m256i(codes >> 4);
+  Ints sum = {};
+  JAXLLM_UNROLL
+  for (int k = 0; k < 3; k++) {
+    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, load<__m256i>(digit[k][0])),
+                                           _mm256_maddubs_epi16(high, load<__m256i>(digit[k][1])));
+    sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(short(1 << (14 - 7 * k)))));
+  }
+  return sum;
 }
 #endif
 
@@ -142,7 +155,6 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
 // The two bytes of a bfloat16 number for each nibble, put together: values 0 and 1 are of the low
 // nibbles of bytes 0 to 7 and 8 to 15 of each half of the register, 2 and 3 of the high ones.
 typedef Halves NibbleValue;
-#ifdef __AVXVNNI__
 constexpr int nibble_column(int i) {
   return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i % 8 / 2 * 4 + i / 16 % 2 * 2 + i % 2;
 }
@@ -151,10 +163,6 @@ JAXLLM_INLINE __m256i by_lanes(__m256i v) {
   return _mm256_shuffle_epi8(
       v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
 }
-#else
-constexpr int nibble_column(int i) { return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i / 16 % 2 * 8 + i % 8; }
-JAXLLM_INLINE __m256i by_lanes(__m256i v) { return v; }
-#endif
 
 template <bool Zero>
 struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards

@@ -80,6 +80,7 @@ JAXLLM_INLINE void interleave(Halves a, Halves b, Halves& first, Halves& second)
 
 #ifdef __AVX512VNNI__
 constexpr int kOffset = 128;
+constexpr int kDigitRows = 16;
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
   add_bytes(sum, w, x);
@@ -87,6 +88,7 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
 }
 #else
 constexpr int kOffset = 0;
+constexpr int kDigitRows = 0;
 JAXLLM_INLINE void add_shorts(Ints& sum, __m512i pairs) { sum += Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
   add_shorts(sum, _mm512_add_epi16(_mm512_maddubs_epi16(__m512i(w), __m512i(x)),

@@ -11,6 +11,7 @@ namespace {
 JAXLLM_LANES(4);
 constexpr int kRegisters = 32;
 constexpr int kOffset = 0;
+constexpr int kDigitRows = 0;
 
 JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 JAXLLM_INLINE Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }

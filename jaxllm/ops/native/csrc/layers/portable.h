@@ -9,6 +9,7 @@ namespace {
 JAXLLM_LANES(4);
 constexpr int kRegisters = 16;
 constexpr int kOffset = 0;
+constexpr int kDigitRows = 0;
 
 JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 JAXLLM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
