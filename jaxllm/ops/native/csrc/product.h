@@ -189,20 +189,21 @@ struct DecodedRows {
   static constexpr Scales kScales = S::kScales;
   struct Row {
     const uint8_t* at;
-    const typename S::Row* own;
+    const Floats* scales;
     void fetch(int64_t) const {}
     JAXLLM_INLINE Value value(int64_t c) const { return load<Value>(at + c * kSize); }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return own->scale(c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return scales[c / kUnit]; }
   };
   const Weight& w;
   const X<S>* x;
   int64_t x_stride, columns;
   float* y;
   uint8_t (*values)[kColumns * kSize];
+  Floats (*scales)[kParts ? kColumns / kUnit : 1];
   TileRows o;
   typename S::Row row[kRows];
 
-  static void decode(typename S::Row& row, int64_t begin, int64_t end, uint8_t* to) {
+  static void decode(typename S::Row& row, int64_t begin, int64_t end, uint8_t* to, Floats* scales) {
     alignas(64) uint8_t place[S::kTail ? S::kChunk * 4 : 1];
     for (int64_t c = begin; c < end; c += S::kChunk) {
       if constexpr (S::kTail) {
@@ -216,6 +217,7 @@ struct DecodedRows {
         if (S::kEnds && c + u >= end) break;
         typename S::Value value[S::kUnit / columns_of<typename S::Value>()];
         row.load(c + u, value);
+        if constexpr (kParts) *scales++ = row.scale(c + u);
         JAXLLM_UNROLL
         for (const auto& some : value) {
           JAXLLM_UNROLL
@@ -232,7 +234,7 @@ struct DecodedRows {
   __attribute__((noinline)) void multiply(int64_t c, int64_t end, int i, int64_t r, Floats* all) const {
     Row rows[kTile];
     JAXLLM_UNROLL
-    for (int n = 0; n < kTile; n++) rows[n] = {values[i + n] - c * kSize, &row[i + n]};
+    for (int n = 0; n < kTile; n++) rows[n] = {values[i + n] - c * kSize, scales[i + n] - c / kUnit};
     typedef Floats Sums[kTile][4];
     Sums registers, &sum = kParts ? *reinterpret_cast<Sums*>(all) : registers;
     JAXLLM_UNROLL
@@ -266,9 +268,9 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
   // Strips of the input that the L2 cache holds while all weights are decoded.
   const int64_t most = 4 * rows_in_cache(4 * stride_of(in) * Block::kSize);
   const bool near = in.rows > 16;
-  constexpr size_t kBytes = Block::kRows * Block::kColumns * Block::kSize;
-  uint8_t* memory = space<Block>(kBytes + strips * 4 * Block::kRows * sizeof(Floats));
-  Floats* sums = reinterpret_cast<Floats*>(memory + kBytes);
+  constexpr size_t kBytes = sizeof(*Block::values) * Block::kRows, kScaleBytes = sizeof(*Block::scales) * Block::kRows;
+  uint8_t* memory = space<Block>(kBytes + kScaleBytes + strips * 4 * Block::kRows * sizeof(Floats));
+  Floats* sums = reinterpret_cast<Floats*>(memory + kBytes + kScaleBytes);
   S ahead = source;
   if (near && source.distance) ahead.distance = Block::kRows * w.stride;
   Block block = {w,
@@ -277,6 +279,7 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
                  up(w.columns, S::kUnit),
                  y,
                  reinterpret_cast<decltype(Block::values)>(memory),
+                 reinterpret_cast<decltype(Block::scales)>(memory + kBytes),
                  {},
                  {}};
   for (int64_t from = 0; from < strips; from += most)
@@ -287,7 +290,7 @@ void multiply_expanded(const S& source, const Weight& w, const Input& in, const 
       int64_t c = 0;
       do {
         const int64_t stop = c + Block::kColumns < w.columns ? c + Block::kColumns : w.columns;
-        for (int i = 0; i < Block::kRows; i++) Block::decode(block.row[i], c, stop, block.values[i]);
+        for (int i = 0; i < Block::kRows; i++) Block::decode(block.row[i], c, stop, block.values[i], block.scales[i]);
         for (int64_t s = from; s < from + most && s < strips; s++)
           for (int i = 0; i < (n < whole ? Block::kRows : rest); i += Block::kTile)
             block.multiply(c, up(stop, S::kUnit), i, 4 * s + 4 <= in.rows ? 4 * s : in.rows - 4,
