@@ -64,7 +64,7 @@ def test_product_is_exact_for_any_input_range(isa: str, kind: str) -> None:
                 assert y[:1].tobytes() == single_row.tobytes(), (name, dtype, rows)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64", "bfloat16-bitmap"])
 def test_rows_beyond_the_cache_have_the_same_bits(isa: str, name: str) -> None:
     """Where a kernel multiplies many rows in parts, of 64 as floats and 128 as bfloat16, products
     are exact, and each row has the bits that it has alone.

@@ -169,7 +169,7 @@ template <bool Zero, bool Blocks>
 void multiply_digits(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   constexpr int kMost = kRegisters < 32 ? 1 : 4;
   const Int4<Zero, false, Blocks> source(w, in);
-  tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+  tiles<4, kMost, kMost>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
     digits_tile<O, R>(source, w, reinterpret_cast<const InputDigits*>(x), units_of(in), o, r, y);
   });
 }

@@ -78,16 +78,96 @@ uint8_t* scratch(size_t bytes) {
   return memory.get();
 }
 
-// One product of several that share their input.
+// One product of several at once.
 struct Product {
   Weight weight;
+  Input in;
   const Products* by;
   size_t prepared;  // offset of its input
+  bool again;       // its input is that of an earlier one
   float* y;
 };
 
 // Whether both need the same prepared input.
 bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group && !a.zero == !b.zero; }
+
+// Products that are computed at once. `many`: by the matrix unit, if there is one that supports them.
+struct Batch {
+  const bool many;
+  const Kernels* kernels = kernels_in_use();
+  std::vector<Product> products = {};
+  size_t bytes = 0;
+  int64_t outputs = 0, streamed = 0;
+
+  // `other`: a product with the same input; or null.
+  void add(const Weight& w, const Input& in, float* y, const Product* other) {
+    const bool unit = many && kernels->many.takes && kernels->many.takes(w, in),
+               again = other && alike(other->weight, w);
+    const Products* by = unit ? &kernels->many : &kernels->products;
+    products.push_back({w, in, by, again ? other->prepared : bytes, again, y});
+    if (!again) bytes += (by->prepared_bytes(w, in) + 63) / 64 * 64;
+    outputs += w.rows;
+    streamed += w.rows * w.stride;
+  }
+
+  // Calls work(product, from, to) for what is between begin and end, where the `count(product)` of all are numbered
+  // consecutively.
+  template <class Count, class Work>
+  void each(int64_t begin, int64_t end, const Count& count, const Work& work) const {
+    for (const Product& p : products) {
+      const int64_t all = count(p), from = begin > 0 ? begin : 0, to = end < all ? end : all;
+      if (from < to) work(p, from, to);
+      begin -= all;
+      end -= all;
+      if (end <= 0) break;
+    }
+  }
+
+  // Prepares the inputs, of `rows` rows in all, and multiplies.
+  ffi::Error run(ffi::ThreadPool& pool, int64_t rows) const {
+    if (!outputs || !rows) return ffi::Error::Success();
+    uint8_t* prepared = scratch(bytes);
+    if (!prepared) return wrong("no memory for the input");
+    const auto strips = [](const Product& p) { return p.again ? 0 : (p.in.rows + kStrip - 1) / kStrip; };
+    const auto prepare = [&](int64_t begin, int64_t end) {
+      each(begin, end, strips, [&](const Product& p, int64_t from, int64_t to) {
+        p.by->prepare(p.weight, p.in, from * kStrip, std::min(to * kStrip, p.in.rows), prepared + p.prepared);
+      });
+    };
+    int64_t count = 0;
+    for (const Product& p : products) count += strips(p);
+    rows > kStrip ? share(pool, count, 1, prepare) : prepare(0, count);
+    share(pool, outputs, block_of(outputs, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
+      const auto all = [](const Product& p) { return p.weight.rows; };
+      each(begin, end, all, [&](const Product& p, int64_t from, int64_t to) {
+        p.by->multiply(p.weight, p.in, prepared + p.prepared, from, to, p.y);
+      });
+    });
+    return ffi::Error::Success();
+  }
+};
+
+// Calls add(weight, y) for each of the weights, `counts` arrays of `kinds` in groups of `groups` columns, and its
+// result.
+template <class Add>
+ffi::Error each_weight(const ffi::RemainingArgs& args, const ffi::RemainingRets& ys, ffi::Span<const int32_t> kinds,
+                       ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts, int64_t columns,
+                       const Add& add) {
+  if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
+    return wrong("each weight has a kind, a group, pieces and a result");
+  size_t piece = 0;
+  for (size_t i = 0; i < ys.size(); piece += counts[i++]) {
+    if (counts[i] < 1) return wrong("a weight has pieces");
+    const auto pieces = pieces_of(args, piece, piece + counts[i]);
+    if (!pieces.has_value()) return pieces.error();
+    const auto weight = weight_of(pieces.value(), kinds[i], groups[i], columns);
+    if (!weight.has_value()) return weight.error();
+    auto y = ys.get<ffi::AnyBuffer>(i);
+    if (!y.has_value()) return y.error();
+    if (ffi::Error error = add(weight.value(), **y); error.failure()) return error;
+  }
+  return piece == args.size() ? ffi::Error::Success() : wrong("a piece belongs to no weight");
+}
 
 // x times each of the weights: `counts` arrays of `kinds`, in groups of `groups` columns. `digits`: 1
 // rounds x if weights are integers. `many`: by the matrix unit, if there is one that supports them.
@@ -97,51 +177,16 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   const bool codes = is(x, Type::S8, {kAny, columns}) && digits == 1;
   if (!codes && !is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
     return wrong("x is of float32, bfloat16 or (one digit) int8, [rows, columns of the weights]");
-  if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
-    return wrong("each weight has a kind, a group, pieces and a result");
   const Input in = {x.untyped_data(), x.element_type() == Type::BF16, x.dimensions()[0], columns, digits == 1, codes};
-  const Kernels* kernels = kernels_in_use();
-  std::vector<Product> products;
-  int64_t rows = 0, streamed = 0;
-  size_t piece = 0, bytes = 0;
-  for (size_t i = 0; i < ys.size(); piece += counts[i++]) {
-    if (counts[i] < 1) return wrong("a weight has pieces");
-    const auto pieces = pieces_of(args, piece, piece + counts[i]);
-    if (!pieces.has_value()) return pieces.error();
-    const auto weight = weight_of(pieces.value(), kinds[i], groups[i], columns);
-    if (!weight.has_value()) return weight.error();
-    const Weight& w = weight.value();
+  Batch batch{many};
+  const ffi::Error error = each_weight(args, ys, kinds, groups, counts, columns, [&](const Weight& w, auto& y) {
     if (codes && !w.groups) return wrong("inputs of int8 are for weights of integers");
-    auto y = ys.get<ffi::AnyBuffer>(i);
-    if (!y.has_value()) return y.error();
-    if (!is(**y, Type::F32, {in.rows, w.rows})) return wrong("a product is float32 [rows of x, rows of its weight]");
-    const bool unit = many && kernels->many.takes && kernels->many.takes(w, in);
-    const Products* by = unit ? &kernels->many : &kernels->products;
-    const bool again = i && alike(products[i - 1].weight, w);
-    products.push_back({w, by, again ? products[i - 1].prepared : bytes, static_cast<float*>((*y)->untyped_data())});
-    if (!again) bytes += (by->prepared_bytes(w, in) + 63) / 64 * 64;
-    rows += w.rows;
-    streamed += w.rows * w.stride;
-  }
-  if (piece != args.size()) return wrong("a piece belongs to no weight");
-  if (!in.rows || !rows) return ffi::Error::Success();
-  uint8_t* prepared = scratch(bytes);
-  if (!prepared) return wrong("no memory for the input");
-  const auto prepare = [&](int64_t begin, int64_t end) {
-    for (size_t i = 0; i < products.size(); i++)
-      if (!i || products[i].prepared != products[i - 1].prepared)
-        products[i].by->prepare(products[i].weight, in, begin, end, prepared + products[i].prepared);
-  };
-  in.rows > kStrip ? share(pool, in.rows, kStrip, prepare) : prepare(0, in.rows);
-  share(pool, rows, block_of(rows, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
-    for (const Product& p : products) {  // the rows of all weights are numbered consecutively
-      const int64_t from = begin > 0 ? begin : 0, to = end < p.weight.rows ? end : p.weight.rows;
-      if (from < to) p.by->multiply(p.weight, in, prepared + p.prepared, from, to, p.y);
-      begin -= p.weight.rows;
-      end -= p.weight.rows;
-    }
+    if (!is(y, Type::F32, {in.rows, w.rows})) return wrong("a product is float32 [rows of x, rows of its weight]");
+    const Product* last = batch.products.empty() ? nullptr : &batch.products.back();
+    batch.add(w, in, static_cast<float*>(y.untyped_data()), last);
+    return ffi::Error::Success();
   });
-  return ffi::Error::Success();
+  return error.failure() ? error : batch.run(pool, in.rows);
 }
 
 // a [M, K] times b [K, N], each stored so or as its transpose: `a_axis` and `b_axis` are those of K.
@@ -177,16 +222,6 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ff
   return ffi::Error::Success();
 }
 
-// Consecutive rows of x with the same expert, times its matrix of one stack.
-struct Run {
-  Weight weight;
-  Input in;
-  const Products* by;
-  size_t prepared;
-  bool again;  // reuse the prepared input of the previous stack
-  float* y;
-};
-
 // The matrix of a stack [experts * rows, ...] that begins at its row `first`.
 Weight slice_of(const Weight& stack, int64_t first, int64_t rows) {
   Weight w = stack;
@@ -201,35 +236,21 @@ Weight slice_of(const Weight& stack, int64_t first, int64_t rows) {
 // expert that does not exist. Matrices of unused experts are not read.
 ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S32> expert, ffi::RemainingArgs args,
                    ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
-                   ffi::Span<const int32_t> counts, int64_t columns, int64_t experts, int32_t digits, bool many) {
+                   ffi::Span<const int32_t> counts, int64_t columns, int32_t digits, bool many, int64_t experts) {
   const int64_t rows = expert.dimensions()[0];
   const bool bf16 = is(x, Type::BF16, {rows, columns});
   if (!bf16 && !is(x, Type::F32, {rows, columns}))
     return wrong("x is of float32 or bfloat16, [rows, columns of the weights], and each row has an expert");
-  if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size() || experts < 1)
-    return wrong("each stack has a kind, a group, pieces, a result and experts");
-  const Kernels* kernels = kernels_in_use();
-  std::vector<Run> runs;
-  Weight before = {};
-  int64_t total = 0, streamed = 0;
-  size_t piece = 0, bytes = 0, each = 0;
-  for (size_t i = 0; i < ys.size(); piece += counts[i++]) {
-    if (i == 1) each = runs.size();
-    if (counts[i] < 1) return wrong("a weight has pieces");
-    const auto pieces = pieces_of(args, piece, piece + counts[i]);
-    if (!pieces.has_value()) return pieces.error();
-    const auto stack = weight_of(pieces.value(), kinds[i], groups[i], columns);
-    if (!stack.has_value()) return stack.error();
-    const Weight& whole = stack.value();
-    if (whole.kind > Kind::kInt4) return wrong("experts are of floats, 8 or 4 bits");
-    if (whole.rows % experts) return wrong("the rows of a stack are no multiple of its experts");
-    const int64_t outputs = whole.rows / experts;
-    const bool again = i && alike(before, whole);
-    before = whole;
-    auto y = ys.get<ffi::AnyBuffer>(i);
-    if (!y.has_value()) return y.error();
-    if (!is(**y, Type::F32, {rows, outputs})) return wrong("a product is float32 [rows of x, rows of its weight]");
-    float* to = static_cast<float*>((*y)->untyped_data());
+  if (experts < 1) return wrong("there are no experts");
+  Batch batch{many};
+  size_t each = 0;  // products of a stack: of consecutive rows of x with the same expert
+  const ffi::Error error = each_weight(args, ys, kinds, groups, counts, columns, [&](const Weight& stack, auto& y) {
+    if (stack.kind > Kind::kInt4) return wrong("experts are of floats, 8 or 4 bits");
+    if (stack.rows % experts) return wrong("the rows of a stack are no multiple of its experts");
+    const int64_t outputs = stack.rows / experts;
+    if (!is(y, Type::F32, {rows, outputs})) return wrong("a product is float32 [rows of x, rows of its weight]");
+    float* to = static_cast<float*>(y.untyped_data());
+    const bool first = batch.products.empty();
     for (int64_t begin = 0, end; begin < rows; begin = end) {
       const int64_t which = expert.typed_data()[begin];
       for (end = begin + 1; end < rows && expert.typed_data()[end] == which;) end++;
@@ -239,36 +260,13 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S3
       }
       const Input in = {
           data_of<uint8_t>(x) + begin * columns * element_bytes(x), bf16, end - begin, columns, digits == 1, false};
-      const Weight w = slice_of(whole, which * outputs, outputs);
-      const Products* by =
-          many && kernels->many.takes && kernels->many.takes(w, in) ? &kernels->many : &kernels->products;
-      runs.push_back({w, in, by, again ? runs[runs.size() - each].prepared : bytes, again, to + begin * outputs});
-      if (!again) bytes += (by->prepared_bytes(w, in) + 63) / 64 * 64;
-      total += w.rows;
-      streamed += w.rows * w.stride;
+      const Product* before = first ? nullptr : &batch.products[batch.products.size() - each];
+      batch.add(slice_of(stack, which * outputs, outputs), in, to + begin * outputs, before);
     }
-  }
-  if (piece != args.size()) return wrong("a piece belongs to no weight");
-  if (!total) return ffi::Error::Success();
-  uint8_t* prepared = scratch(bytes);
-  if (!prepared) return wrong("no memory for the input");
-  const auto prepare = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      if (!runs[i].again)
-        runs[i].by->prepare(runs[i].weight, runs[i].in, 0, runs[i].in.rows, prepared + runs[i].prepared);
-  };
-  const int64_t count = int64_t(runs.size());
-  rows > kStrip ? share(pool, count, 1, prepare) : prepare(0, count);
-  share(pool, total, block_of(total, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
-    for (const Run& run : runs) {  // the rows of all runs' matrices are numbered consecutively
-      const int64_t from = begin > 0 ? begin : 0, to = end < run.weight.rows ? end : run.weight.rows;
-      if (from < to) run.by->multiply(run.weight, run.in, prepared + run.prepared, from, to, run.y);
-      begin -= run.weight.rows;
-      end -= run.weight.rows;
-      if (end <= 0) break;
-    }
+    if (first) each = batch.products.size();
+    return ffi::Error::Success();
   });
-  return ffi::Error::Success();
+  return error.failure() ? error : batch.run(pool, rows);
 }
 
 // As many rows of a weight as `out` has, from `first` on, dequantized; the last ones if there are not as many.
@@ -307,29 +305,18 @@ ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result
   return ffi::Error::Success();
 }
 
-using RowFunction = void (*)(const float* x, int64_t columns, int64_t begin, int64_t end, float* out);
-
-ffi::Error each_row(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, ffi::AnyBuffer& out, bool one, RowFunction run) {
+// What the kernel Run makes of each row of x: a number if One, or a row.
+template <auto Run, bool One>
+ffi::Error each_row(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
   if (!is(x, Type::F32, {kAny, kAny})) return wrong("rows are of float32");
   const int64_t rows = x.dimensions()[0], columns = x.dimensions()[1];
-  if (!(one ? is(out, Type::F32, {rows}) : is(out, Type::F32, {rows, columns})))
+  if (!(One ? is(*out, Type::F32, {rows}) : is(*out, Type::F32, {rows, columns})))
     return wrong("the results do not fit the rows");
-  float* to = static_cast<float*>(out.untyped_data());
+  const auto run = kernels_in_use()->*Run;
+  float* to = static_cast<float*>(out->untyped_data());
   share(pool, rows, (32 << 10) / (columns + 1) + 1,
         [&](int64_t begin, int64_t end) { run(data_of<float>(x), columns, begin, end, to); });
   return ffi::Error::Success();
-}
-
-ffi::Error sum_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
-  return each_row(pool, x, *out, true, kernels_in_use()->sum_rows);
-}
-
-ffi::Error logsumexp_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
-  return each_row(pool, x, *out, true, kernels_in_use()->logsumexp_rows);
-}
-
-ffi::Error softmax_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
-  return each_row(pool, x, *out, false, kernels_in_use()->softmax_rows);
 }
 
 // Rows [R, columns] normalized with weights [columns], and a bias if there is one more argument.
@@ -369,11 +356,11 @@ std::atomic<MaskFunction> mask_function{nullptr};
 ffi::Error mask_tokens(ffi::Buffer<ffi::S32> grammar, ffi::Buffer<ffi::S32> prompt, ffi::Buffer<ffi::S32> length,
                        ffi::Buffer<ffi::S32> text, ffi::Result<ffi::Buffer<ffi::U32>> bits) {
   const MaskFunction call = mask_function.load();
-  const size_t rows = prompt.element_count();
+  const int64_t rows = int64_t(prompt.element_count());
   if (!call) return wrong("no function for masks of tokens is set");
   if (int64_t(grammar.element_count()) != rows || int64_t(length.element_count()) != rows || !text.dimensions().size())
     return wrong("masks of tokens need a grammar, a length and a text for each row");
-  call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), int64_t(rows),
+  call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), rows,
        text.dimensions().back(), bits->untyped_data(), bits->dimensions().back());
   return ffi::Error::Success();
 }
@@ -513,22 +500,28 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   return ffi::Error::Success();
 }
 
+auto bind_rows() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(); }
+
+// Binds what each_weight takes, and how the products are computed.
+template <class Binding>
+auto bind_weights(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<ffi::Span<const int32_t>>("kinds")
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<ffi::Span<const int32_t>>("counts")
+      .template Attr<int64_t>("columns")
+      .template Attr<int32_t>("digits")
+      .template Attr<bool>("many");
+}
+
 }  // namespace
 }  // namespace jaxllm
 
 namespace ffi = xla::ffi;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int32_t>>("kinds")
-                                  .Attr<ffi::Span<const int64_t>>("groups")
-                                  .Attr<ffi::Span<const int32_t>>("counts")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int32_t>("digits")
-                                  .Attr<bool>("many"));
+                              jaxllm::bind_weights(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_multiply, jaxllm::multiply,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -537,20 +530,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_multiply, jaxllm::multiply,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("a_axis")
                                   .Attr<int64_t>("b_axis"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts, jaxllm::experts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int32_t>>("kinds")
-                                  .Attr<ffi::Span<const int64_t>>("groups")
-                                  .Attr<ffi::Span<const int32_t>>("counts")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("experts")
-                                  .Attr<int32_t>("digits")
-                                  .Attr<bool>("many"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_experts, jaxllm::experts,
+    jaxllm::bind_weights(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>())
+        .Attr<int64_t>("experts"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -560,21 +543,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxllm_take, jaxllm::take,
-    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_take, jaxllm::take);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_write, jaxllm::write,
     ffi::Ffi::Bind().Arg<ffi::BufferR1<ffi::S32>>().Arg<ffi::BufferR2<ffi::S32>>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_read, jaxllm::read,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sum_rows, jaxllm::sum_rows,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_logsumexp_rows, jaxllm::logsumexp_rows,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_softmax_rows, jaxllm::softmax_rows,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sum_rows, (jaxllm::each_row<&jaxllm::Kernels::sum_rows, true>),
+                              jaxllm::bind_rows());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_logsumexp_rows, (jaxllm::each_row<&jaxllm::Kernels::logsumexp_rows, true>),
+                              jaxllm::bind_rows());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_softmax_rows, (jaxllm::each_row<&jaxllm::Kernels::softmax_rows, false>),
+                              jaxllm::bind_rows());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_normalize, jaxllm::normalize,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -585,13 +566,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_normalize, jaxllm::normalize,
                                   .Attr<float>("eps")
                                   .Attr<float>("offset")
                                   .Attr<bool>("centered"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mask_tokens, jaxllm::mask_tokens,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::U32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mask_tokens, jaxllm::mask_tokens);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

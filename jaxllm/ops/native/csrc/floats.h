@@ -9,18 +9,10 @@ namespace {
 template <Kind K, bool Pairs>
 struct Plain {
   static constexpr int kSize = K == Kind::kF32 ? 4 : 2;
-  static constexpr bool kPairs = Pairs, kTail = true, kEnds = false, kMany = false;
+  static constexpr bool kPairs = Pairs, kTail = true, kEnds = false;
   static constexpr int kUnit = 32, kChunk = 32;
   static constexpr Scales kScales = Scales::kNone;
-  struct Choose {
-    static auto value() {
-      if constexpr (K == Kind::kBF16)
-        return Halves{};
-      else
-        return Floats{};
-    }
-  };
-  typedef decltype(Choose::value()) Value;
+  typedef typename FloatsOrHalves<K == Kind::kBF16>::Type Value;
   struct Row {
     const uint8_t* at;
     int64_t distance;

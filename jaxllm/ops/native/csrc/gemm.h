@@ -89,9 +89,7 @@ void add_pairs_of_tiles(const uint8_t* a, const uint8_t* b, int64_t depth, int64
     if constexpr (S > 1) load_tile<7>(b + b_stride, 64);
     each_sum<O, S>([](auto T, int, int) { add_tiles<true, T, 4 + T / 2, 6 + T % 2>(); });
   }
-  each_sum<O, S>([&](auto T, int i, int j) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at(i, j)), "r"(4 * stride), "i"(int(T)) : "memory");
-  });
+  each_sum<O, S>([&](auto T, int i, int j) { store_tile<T>(at(i, j), 4 * stride); });
 }
 
 // Rows m to m_end of the result and its columns n to n_end.

@@ -51,18 +51,9 @@ inline Groups groups_of(const Weight& w, const Input& in, int columns) {
           stride, memory, Spread::kHalves && in.rows <= 2 && w.half && w.groups > 1};
 }
 
-template <bool Pairs>
-struct FloatsOrHalves {
-  typedef Floats Type;
-};
-template <>
-struct FloatsOrHalves<true> {
-  typedef Halves Type;
-};
-
 template <Scales S, int Unit, bool Pairs, bool Blocks = false>
 struct Int8 {
-  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
+  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false;
   static constexpr int kUnit = Unit, kChunk = 64;
   static constexpr Scales kScales = S;
   typedef typename FloatsOrHalves<Pairs>::Type Value;
@@ -107,7 +98,7 @@ struct Int8 {
 
 template <bool Zero, bool Pairs, bool Blocks = false>
 struct Int4 {
-  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
+  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false;
   static constexpr int kUnit = 2 * kBytes, kChunk = 128;
   static constexpr Scales kScales = Scales::kUnit;
   typedef NibbleValue Value;

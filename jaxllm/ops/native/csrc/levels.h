@@ -18,7 +18,7 @@ constexpr int level_column(int i) {
 }
 
 struct LevelSource {
-  static constexpr bool kPairs = false, kTail = false, kEnds = true, kMany = false;
+  static constexpr bool kPairs = false, kTail = false, kEnds = true;
   static constexpr int kUnit = kLaneCodes * kLanes, kChunk = 128;
   static constexpr Scales kScales = Scales::kUnit;
   typedef Floats Value;

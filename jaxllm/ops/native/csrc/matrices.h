@@ -87,13 +87,18 @@ JAXLLM_INLINE void ask(const uint8_t* from, int64_t bytes, int64_t stride) {
 
 // Panels, one type per kind of weight: start(i, o) maps row i of a block to row o of the weights; fill(i, c, columns,
 // to) writes those of its columns as the unit takes them; in_place(c, columns) is whether they are stored so already.
-template <int Size>
-struct PlainPanels {  // bfloat16, or bytes
+struct Panels {
   const Weight& w;
   const uint8_t* row[kMost];
 
-  explicit PlainPanels(const Weight& w) : w(w) {}
+  explicit Panels(const Weight& w) : w(w) {}
   void start(int64_t i, int64_t o) { row[i] = w.data + o * w.stride; }
+  bool in_place(int64_t, int64_t) const { return false; }
+};
+
+template <int Size>
+struct PlainPanels : Panels {  // bfloat16, or bytes
+  using Panels::Panels;
   bool in_place(int64_t c, int64_t columns) const { return Size == 1 || c + columns <= w.columns; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
     const int64_t there = in_place(c, columns) ? columns : w.columns - c;
@@ -121,14 +126,9 @@ struct PackedPanels {
 };
 
 template <bool Pairs, bool Blocks>
-struct Int8Panels {                                              // as bfloat16; from blocks also as bytes
+struct Int8Panels : Panels {                                     // as bfloat16; from blocks also as bytes
   static constexpr int kBytes32 = Blocks ? block_bytes(8) : 32;  // of 32 columns
-  const Weight& w;
-  const uint8_t* row[kMost];
-
-  explicit Int8Panels(const Weight& w) : w(w) {}
-  void start(int64_t i, int64_t o) { row[i] = w.data + o * w.stride; }
-  bool in_place(int64_t, int64_t) const { return false; }
+  using Panels::Panels;
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
     const uint8_t* from = row[i] + c / 32 * kBytes32;
     ask(from, columns / 32 * kBytes32, w.stride);
@@ -143,18 +143,16 @@ struct Int8Panels {                                              // as bfloat16;
 };
 
 template <bool Pairs, bool Zero, bool Blocks = false>
-struct Int4Panels {                                              // as bfloat16, in another order, or as bytes
+struct Int4Panels : Panels {                                     // as bfloat16, in another order, or as bytes
   static constexpr int kBytes32 = Blocks ? block_bytes(4) : 16;  // of 32 columns
-  const Weight& w;
-  const Nibbles<Zero> nibbles;
-  const uint8_t *row[kMost], *zero[kMost];
+  using Panels::Panels;
+  const Nibbles<Zero> nibbles = {};
+  const uint8_t* zero[kMost];
 
-  explicit Int4Panels(const Weight& w) : w(w) {}
   void start(int64_t i, int64_t o) {
-    row[i] = w.data + o * w.stride;
+    Panels::start(i, o);
     zero[i] = Zero ? w.zero + o * w.groups : nullptr;
   }
-  bool in_place(int64_t, int64_t) const { return false; }
   JAXLLM_INLINE int zero_at(int64_t i, int64_t c) const { return Zero ? zero[i][w.groups > 1 ? c / w.group : 0] : 8; }
   void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
     const uint8_t* from = row[i] + c / 32 * kBytes32;

@@ -18,7 +18,7 @@ inline Range escapes_of(const Weight& w, int64_t o) {
 
 template <bool Pairs>
 struct Packed {
-  static constexpr bool kPairs = Pairs, kTail = false, kEnds = true, kMany = false;
+  static constexpr bool kPairs = Pairs, kTail = false, kEnds = true;
   static constexpr int kUnit = 64, kChunk = 128, kValues = kUnit / kHalves;
   static constexpr Scales kScales = Scales::kNone;
   typedef Halves Value;

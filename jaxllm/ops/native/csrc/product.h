@@ -6,7 +6,6 @@
 //   kUnit          columns that are multiplied at once, and share their scales; kChunk: columns per prefetch.
 //   kScales        none, one per row (applied last; shifted: to weights 2^24 times as large), or one for each lane of a
 //                  unit.
-//   kMany          whether there are more input rows than a tile has.
 //   kTail          whether rows may end within a chunk, without zero padding.
 //   Row            row(o, i): a row's address, for the tile's row i. fetch(c) prefetches a later row's chunk, load(c,
 //   values) reads a unit's
@@ -59,6 +58,8 @@ struct InputOf<true> {
 template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
+template <class S>
+constexpr bool kReadsOn = false;  // rows read on from where they are, and prefetch from there
 template <class S>
 struct DecodedRows;
 template <class S>
@@ -169,7 +170,7 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   constexpr int kMost = !kParts ? (kSmall ? 2 : 4) : (kSmall ? 1 : 2);
   constexpr int kFew = !kParts && kSmall ? 3 : kMost;
   blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<4, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+    tiles<4, kFew, kMost>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
       tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);
     });
   });
@@ -212,6 +213,7 @@ struct DecodedRows {
           row.end(c, end - c, place);
         }
       }
+      if constexpr (kReadsOn<S>) row.fetch(c);
       JAXLLM_UNROLL
       for (int u = 0; u < S::kChunk; u += S::kUnit) {
         if (S::kEnds && c + u >= end) break;
@@ -241,7 +243,7 @@ struct DecodedRows {
     for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
     for (int j = 0; j < 4; j++) sum[n][j] = c ? all[4 * n + j] : Floats{};
     for (int64_t from = c; from < end; from += kPass) {
-      if (!r) {  // asks for what is decoded next
+      if (!r && !kReadsOn<S>) {  // asks for what is decoded next
         JAXLLM_UNROLL
         for (int n = 0; n < kTile; n++)
           for (int u = 0; u < kPass; u += S::kChunk) row[i + n].fetch(from + u);

@@ -190,7 +190,7 @@ void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t b
   const Groups groups = groups_of(w, in, kFour ? 2 * kBytes : kBytes);
   const int64_t chunks = up(in.columns, 128) / 128;
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+    tiles<4, kMost, kMost>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
       rounded_tile<O, R, W, Codes>(w, groups, x, chunks, o, r, y);
     });
   });

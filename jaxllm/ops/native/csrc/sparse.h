@@ -1,9 +1,7 @@
 // Sparse weights: for each row a bit per column, and its nonzero numbers in the order of columns
 // (weights/types/sparse.py). Tables map bits to the position of each number, or to zero.
 //
-// Few input rows are multiplied while weights are expanded, in registers; more of them are multiplied with decoded
-// blocks of rows, in the same order of additions. Inputs are floats in any set: products of bfloat16 pairs would use
-// the same execution ports as assembling registers.
+// Inputs are floats in any set: products of bfloat16 pairs would use the same execution ports as assembling registers.
 #pragma once
 
 #include "floats.h"
@@ -169,10 +167,10 @@ void by_kind(const Weight& w, const Call& call) {
 
 // Prefetches what a later row has in place of these numbers of columns c to c + 127, and of these bits.
 template <class T>
-JAXLLM_INLINE void fetch_numbers(const T* at, const uint8_t* mask, int64_t c, int64_t distance, int64_t mask_distance) {
+JAXLLM_INLINE void fetch_numbers(const T* at, const uint8_t* mask, int64_t c, int64_t distance) {
   for (size_t line = 0; line < 64 * sizeof *at; line += 64)
     ahead(reinterpret_cast<const uint8_t*>(at) + line, distance);
-  if (!(c & 511)) ahead(mask, mask_distance);
+  if (!(c & 511)) ahead(mask, distance_of(1));
 }
 
 // A decoded row, with its zeros, padded to 128 columns.
@@ -180,9 +178,8 @@ inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
   by_kind(w, [&](auto number, auto two_of_four, auto spread) {
     typedef decltype(number) T;
     auto row = numbers_of<T, two_of_four, spread>(w, o);
-    const int64_t distance = distance_of(w.stride), mask_distance = distance_of(w.mask_stride);
     for (int64_t c = 0; c < w.columns; c += 128) {
-      fetch_numbers(row.at + (two_of_four ? c / 2 : 0), row.mask + c / 8, c, distance, mask_distance);
+      fetch_numbers(row.at + (two_of_four ? c / 2 : 0), row.mask + c / 8, c, distance_of(w.stride));
       JAXLLM_UNROLL
       for (int i = 0; i < 128; i += int(kBytes / sizeof(T))) store(to + (c + i) * sizeof(T), row.next(c + i));
     }
@@ -190,8 +187,8 @@ inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
 }
 
 // dense(rows, o, count) for `most` decoded rows at a time: weights whose row 0 is row o of these.
-template <class Dense, class Write>
-void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense, const Write& write) {
+template <class Dense>
+void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
   Weight rows = {};
   rows.kind = dense_of(w.kind);
   rows.rows = w.rows;  // the distance of outputs
@@ -203,42 +200,50 @@ void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const 
   rows.data = memory;
   for (int64_t o = begin; o < end; o += most) {
     const int64_t count = end - o < most ? end - o : most;
-    for (int64_t i = 0; i < count; i++) write(w, o + i, memory + i * rows.stride);
+    for (int64_t i = 0; i < count; i++) write_row(w, o + i, memory + i * rows.stride);
     if (w.scale) rows.scale = static_cast<const float*>(w.scale) + o;
     dense(rows, o, count);
   }
 }
 
-template <class Dense>
-void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
-  by_blocks(w, begin, end, most, dense, write_row);
-}
-
-// A source (product.h) whose numbers come in the order of the dense weights'.
+// A source (product.h). Each byte of bits selects eight floats, in the order of columns, which are read on from where
+// it was, so that addresses within a chunk are constants; or bits select a register of numbers, in the dense weights'
+// order.
 template <class T, bool TwoOfFour, bool Spread>
 struct Sparse {
-  static constexpr bool kPairs = false, kTail = false, kEnds = true, kMany = false, kInteger = sizeof(T) == 1;
-  static constexpr int kUnit = kInteger ? kBytes : 64, kChunk = 128;
-  static constexpr Scales kScales = kInteger ? Scales::kRow : Scales::kNone;
-  struct Choose {
-    static auto value() {
-      if constexpr (sizeof(T) == 2)
-        return Halves{};
-      else
-        return Floats{};
-    }
-  };
-  typedef decltype(Choose::value()) Value;
+  static constexpr bool kInteger = sizeof(T) == 1, kEights = kInteger ? !Spread : sizeof(T) == 2 && kInOrder;
+  static constexpr bool kPairs = false, kTail = false, kEnds = !kEights;
+  static constexpr int kUnit = kEights ? 16 : (kInteger ? kBytes : 64), kChunk = 128;
+  static constexpr Scales kScales = !kInteger ? Scales::kNone : (kEights ? Scales::kShifted : Scales::kRow);
+  typedef typename FloatsOrHalves<sizeof(T) == 2 && !kEights>::Type Value;
   struct Row {
     Numbers<T, TwoOfFour, Spread> numbers;
-    int64_t distance, mask_distance;
+    int64_t distance;
 
     JAXLLM_INLINE void fetch(int64_t c) const {
-      fetch_numbers(numbers.at + (TwoOfFour ? c / 2 : 0), numbers.mask + c / 8, c, distance, mask_distance);
+      fetch_numbers(numbers.at + (TwoOfFour && !kEights ? c / 2 : 0), numbers.mask + (kEights ? 0 : c / 8), c,
+                    distance);
     }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) {
-      if constexpr (kInteger) {
+      if constexpr (kEights) {
+        const uint8_t *from[2], *place[2];
+        if (!TwoOfFour && !(c & 63)) numbers.at = numbers.at < numbers.last ? numbers.at : numbers.last;
+        const unsigned both = jaxllm::load<uint16_t>(numbers.mask);
+        JAXLLM_UNROLL
+        for (int i = 0; i < 2; i++) {  // bitmaps need each byte twice: loading it again is cheaper than two shifts
+          const unsigned bits = TwoOfFour ? (i ? both >> 8 : both & 255) : numbers.mask[i];
+          place[i] = kLanePlaces<sizeof(T)>.of[TwoOfFour && kLanes == 16 ? i : 0][bits];
+          from[i] = reinterpret_cast<const uint8_t*>(numbers.at);
+          numbers.at += TwoOfFour ? 4 : __builtin_popcount(bits);
+        }
+        numbers.mask += 2;
+        JAXLLM_UNROLL
+        for (int n = 0; n < N; n++) {  // integers stay 2^24 times as large
+          const Bytes lanes = expanded < sizeof(T), TwoOfFour ? 4 : 8 > (from, place, n);
+          out[n] = kInteger ? to_floats(Ints(lanes)) : Floats(lanes);
+        }
+      } else if constexpr (kInteger) {
         alignas(64) int8_t q[kBytes];
         store(q, numbers.next(c));
         asm("" : "+m"(q));  // read its parts from memory: splitting registers costs as much as joining them
@@ -252,143 +257,27 @@ struct Sparse {
     JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
   };
   const Weight& w;
-  int64_t distance, mask_distance;
-  explicit Sparse(const Weight& w) : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
+  int64_t distance;
+  explicit Sparse(const Weight& w) : w(w), distance(distance_of(w.stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o, int) const {
-    return {numbers_of<T, TwoOfFour, Spread>(w, o), distance, mask_distance};
-  }
+  JAXLLM_INLINE Row row(int64_t o, int) const { return {numbers_of<T, TwoOfFour, Spread>(w, o), distance}; }
 };
-
-// Lanes whose highest bytes are numbers, as floats: integers stay 2^24 times as large.
-template <class T>
-JAXLLM_INLINE Floats from_lanes(Bytes lanes) {
-  if constexpr (sizeof(T) == 1)
-    return to_floats(Ints(lanes));
-  else
-    return Floats(lanes);
-}
-
-// A source of floats in the order of columns: each byte of bits selects eight of them. It reads on from where it was,
-// so that addresses within a chunk are constants.
-template <class T, bool TwoOfFour>
-struct ByEights {
-  static constexpr bool kPairs = false, kTail = false, kEnds = false, kMany = false;
-  static constexpr int kUnit = 16, kChunk = 128;
-  static constexpr Scales kScales = sizeof(T) == 1 ? Scales::kShifted : Scales::kNone;
-  typedef Floats Value;
-  struct Row {
-    Numbers<T, TwoOfFour, false> numbers;
-    int64_t distance, mask_distance;
-
-    JAXLLM_INLINE void fetch(int64_t c) const { fetch_numbers(numbers.at, numbers.mask, c, distance, mask_distance); }
-    template <int N>
-    JAXLLM_INLINE void load(int64_t c, Floats (&out)[N]) {
-      const uint8_t *from[2], *place[2];
-      if (!TwoOfFour && !(c & 63)) numbers.at = numbers.at < numbers.last ? numbers.at : numbers.last;
-      const unsigned both = jaxllm::load<uint16_t>(numbers.mask);
-      JAXLLM_UNROLL
-      for (int i = 0; i < 2; i++) {  // bitmaps need each byte twice: loading it again is cheaper than two shifts
-        const unsigned bits = TwoOfFour ? (i ? both >> 8 : both & 255) : numbers.mask[i];
-        place[i] = kLanePlaces<sizeof(T)>.of[TwoOfFour && kLanes == 16 ? i : 0][bits];
-        from[i] = reinterpret_cast<const uint8_t*>(numbers.at);
-        numbers.at += TwoOfFour ? 4 : __builtin_popcount(bits);
-      }
-      numbers.mask += 2;
-      JAXLLM_UNROLL
-      for (int n = 0; n < N; n++) out[n] = from_lanes<T>(expanded < sizeof(T), TwoOfFour ? 4 : 8 > (from, place, n));
-    }
-    JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
-  };
-  const Weight& w;
-  int64_t distance, mask_distance;
-  explicit ByEights(const Weight& w)
-      : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
-
-  JAXLLM_INLINE Row row(int64_t o, int) const {
-    return {numbers_of<T, TwoOfFour, false>(w, o), distance, mask_distance};
-  }
-};
-
-// The same floats of decoded rows. Large registers read bfloat16 as halves, which is cheaper: `write` puts the floats
-// of two registers together.
-template <class T>
-struct Decoded {
-  static constexpr bool kPairs = false, kTail = false, kEnds = false, kMany = true;
-  static constexpr bool kJoined = sizeof(T) == 2 && kLanes == 16;
-  static constexpr int kUnit = kJoined ? 32 : 16, kChunk = 128;
-  static constexpr Scales kScales = ByEights<T, false>::kScales;
-  typedef Floats Value;
-  struct Row {
-    const uint8_t* at;
-
-    void fetch(int64_t) const {}
-    template <int N>
-    JAXLLM_INLINE void load(int64_t c, Floats (&out)[N]) const {
-      const uint8_t* p = at + sizeof(T) * c;
-      JAXLLM_UNROLL
-      for (int n = 0; n < N; n++)
-        if constexpr (kJoined)
-          out[n] = n ? odd(jaxllm::load<Halves>(p)) : even(jaxllm::load<Halves>(p));
-        else
-          out[n] = from_lanes<T>(in_lanes<sizeof(T)>(p + sizeof(T) * n * kLanes));
-    }
-    JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
-  };
-  const Weight& w;
-
-  JAXLLM_INLINE Row row(int64_t o, int) const { return {w.data + o * w.stride}; }
-
-  template <bool TwoOfFour>
-  static void write(const Weight& w, int64_t o, uint8_t* to) {
-    if constexpr (!kJoined) return write_row(w, o, to);
-    auto row = ByEights<T, TwoOfFour>(w).row(o, 0);
-    for (int64_t c = 0; c < w.columns; c += 128) {
-      row.fetch(c);
-      JAXLLM_UNROLL
-      for (int i = 0; i < 128; i += 32) {
-        Floats first[16 / kLanes], second[16 / kLanes];
-        row.load(c + i, first);
-        row.load(c + i + 16, second);
-        store(to + (c + i) * sizeof(T), narrow(first[0], second[0]));
-      }
-    }
-  }
-};
-
-// More input rows than these decode weights once for all of them.
-constexpr int64_t kFewRows = 8;
 
 template <class T, bool TwoOfFour, bool Spread>
-void multiply_numbers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr bool kEights = sizeof(T) == 1 ? !Spread : sizeof(T) == 2 && kInOrder;
-  if (in.rows <= kFewRows && !rounded(w, in)) {
-    if constexpr (kEights)
-      return multiply_source(ByEights<T, TwoOfFour>(w), w, in, x, w.stride, begin, end, y);
-    else
-      return multiply_source(Sparse<T, TwoOfFour, Spread>(w), w, in, x, w.stride, begin, end, y);
-  }
-  const int64_t most = in.rows > 1 ? rows_in_cache(2 * w.columns) : 4;
-  const auto dense = [&](const Weight& rows, int64_t o, int64_t count) {
-    if (rounded(w, in)) return multiply_rounded(rows, in, x, 0, count, y + o);
-    if constexpr (kEights)
-      multiply_source(Decoded<T>{rows}, rows, in, x, 0, 0, count, y + o);
-    else if constexpr (sizeof(T) == 1)
-      multiply_integers<false>(rows, in, x, 0, count, y + o);
-    else
-      multiply_floats<sizeof(T) == 4 ? Kind::kF32 : Kind::kBF16, false>(rows, in, x, 0, count, y + o);
-  };
-  if constexpr (kEights)
-    by_blocks(w, begin, end, most, dense, Decoded<T>::template write<TwoOfFour>);
-  else
-    by_blocks(w, begin, end, most, dense);
-}
+constexpr bool kReadsOn<Sparse<T, TwoOfFour, Spread>> = true;
 
 inline void multiply_sparse(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  if (rounded(w, in)) {
+    const int64_t most = in.rows > 1 ? rows_in_cache(2 * w.columns) : 4;
+    return by_blocks(w, begin, end, most, [&](const Weight& rows, int64_t o, int64_t count) {
+      multiply_rounded(rows, in, x, 0, count, y + o);
+    });
+  }
   by_kind(w, [&](auto number, auto two_of_four, auto spread) {
-    multiply_numbers<decltype(number), two_of_four, spread>(w, in, x, begin, end, y);
+    const int few = kRegisters < 32 || sizeof number == 1 ? 4 : 8;
+    multiply_expanded(Sparse<decltype(number), two_of_four, spread>(w), w, in, x, begin, end, y, few);
   });
-  if (!integers(w) || in.rounded) return;
+  if (!integers(w)) return;
   for (int64_t o = begin; o < end; o++) {  // as for dense ones
     bool finite = true;
     for (int64_t r = 0; r < in.rows; r++) finite = finite && __builtin_isfinite(y[r * w.rows + o]);

@@ -50,7 +50,7 @@ JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, const TileRows
 
 // Calls tile(Int<O>, Int<R>, rows, r) over rows begin <= o < end and all rows: `Most` by four, `Few` by two or three,
 // `One` by one. The last rows are computed in overlapping tiles: an output's bits are the same in any tile.
-template <int One, int Few, int Most, bool Many, class Tile>
+template <int One, int Few, int Most, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
     constexpr int O = R == 1 ? One : (R < 4 ? Few : Most);
@@ -59,11 +59,9 @@ void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
     if (begin + O * step < end) tile(Int<O>(), R, TileRows{begin + O * step, 1, end - 1}, r);
   };
   for (int64_t r = 0; r < rows && rows >= 4; r += 4) down(Int<4>(), r + 4 <= rows ? r : rows - 4);
-  if constexpr (!Many) {
-    if (rows == 3) down(Int<3>(), 0);
-    if (rows == 2) down(Int<2>(), 0);
-    if (rows == 1) down(Int<1>(), 0);
-  }
+  if (rows == 3) down(Int<3>(), 0);
+  if (rows == 2) down(Int<2>(), 0);
+  if (rows == 1) down(Int<1>(), 0);
 }
 
 // As many weight rows as the L2 cache holds besides the input, in full tiles; at least one tile.

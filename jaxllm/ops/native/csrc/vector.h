@@ -38,7 +38,6 @@
 //                             of Size bytes, at from[0] and from[1], and for each byte of its eight lanes a place among
 //                             them (LanePlaces of sparse.h; sets of 16 lanes take the second table for from[1] if Count
 //                             is 4);
-//      in_lanes<Size>(p)      N numbers as the highest bytes of lanes (sets of 16 lanes: of 1 byte).
 //    If it can expand numbers into the lanes of a register whose bits are set, it defines JAXLLM_SPREADS, and
 //      spreads(bytes)         whether this processor can for numbers of that size;
 //      spread(p, half, bits)  the numbers from p on (for half or a full register), uint32_t, uint16_t or uint8_t, in
@@ -70,6 +69,15 @@ namespace jaxllm {
 namespace {
 
 constexpr int kHalves = 2 * kLanes, kBytes = 4 * kLanes;  // of a register
+
+template <bool>
+struct FloatsOrHalves {
+  typedef Floats Type;
+};
+template <>
+struct FloatsOrHalves<true> {
+  typedef Halves Type;
+};
 
 JAXLLM_INLINE Floats all_of(float value) { return value - Floats{}; }
 

@@ -41,8 +41,8 @@ JAXLLM_INLINE void load_tile(const void* from, int64_t stride) {
 }
 
 template <int T>
-JAXLLM_INLINE void store_tile(void* to) {  // rows of 64 bytes
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t(64)), "i"(T) : "memory");
+JAXLLM_INLINE void store_tile(void* to, int64_t stride = 64) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
 
 template <bool Pairs, int To, int Weights, int Inputs>

@@ -100,18 +100,6 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
   return Bytes(_mm256_shuffle_epi8(all, load<__m256i>(place[n])));
 }
 
-template <int Size>
-JAXLLM_INLINE Bytes in_lanes(const uint8_t* p) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  if constexpr (Size == 1) {
-    const __m256i place = _mm256_or_si256(_mm256_slli_epi32(lane, 24), _mm256_set1_epi32(0x808080));
-    return Bytes(_mm256_shuffle_epi8(_mm256_set1_epi64x(load<int64_t>(p)), place));
-  }
-  const __m256i twice = _mm256_or_si256(_mm256_slli_epi32(lane, 17), _mm256_slli_epi32(lane, 25));
-  const __m256i place = _mm256_or_si256(twice, _mm256_set1_epi32(0x01008080));
-  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(p)), place));
-}
-
 // 32 columns of 2:4 bytes: the position of a number is that of its four columns' first, plus how many bits are set
 // before it: its column, less the zeros there.
 #define JAXLLM_TWO_OF_FOUR

@@ -128,14 +128,6 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
   if constexpr (Count == 8 && Size == 2) all = _mm512_mask_broadcast_i32x4(all, 0xff00, load<__m128i>(from[1]));
   return Bytes(_mm512_shuffle_epi8(all, places));
 }
-template <int Size>
-JAXLLM_INLINE Bytes in_lanes(const uint8_t* p) {
-  static_assert(Size == 1, "halves are read as such");
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i place = _mm512_or_si512(_mm512_slli_epi32(lane, 24), _mm512_set1_epi32(0x808080));
-  return Bytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(p)), place));
-}
-
 // Every AVX-512 expands lanes of 32 bits; VBMI2, on most processors with VNNI, narrower ones. It is detected separately
 // and written in assembly, since no set is compiled for it.
 #define JAXLLM_SPREADS

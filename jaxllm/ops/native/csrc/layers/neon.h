@@ -84,13 +84,6 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
   return Bytes(vqtbl1q_u8(all, vld1q_u8(place[n / 2] + n % 2 * 16)));
 }
 
-template <int Size>
-JAXLLM_INLINE Bytes in_lanes(const uint8_t* p) {
-  if constexpr (Size == 2) return Bytes(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
-  const uint8x8_t four = vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(p)));
-  return Bytes(vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(four))), 24));
-}
-
 struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   uint8x16_t high, low;
 

@@ -40,16 +40,10 @@ JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
   return Floats(Bits(wide) | Bits(bits & 0x8000) << 16);
 }
 
-template <int Size>
-JAXLLM_INLINE Bytes in_lanes(const uint8_t* p) {
-  if constexpr (Size == 2) return Bytes(widened(Halves(Longs{load<uint64_t>(p), 0}), Halves{}));
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
   const Bytes byte = Bytes(Longs{load<uint32_t>(p), 0});
   const Bytes high = __builtin_shufflevector(Bytes{}, byte, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  return Bytes(widened(Halves(high), Halves{}));
-}
-
-JAXLLM_INLINE Floats from_int8(const int8_t* p) {
-  return __builtin_convertvector(Ints(in_lanes<1>(reinterpret_cast<const uint8_t*>(p))) >> 24, Floats);
+  return __builtin_convertvector(Ints(widened(Halves(high), Halves{})) >> 24, Floats);
 }
 
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products fit 16 bits: 2 * 128 * 127
