@@ -237,8 +237,8 @@ struct DecodedRows {
     Row rows[kTile];
     JAXLLM_UNROLL
     for (int n = 0; n < kTile; n++) rows[n] = {values[i + n] - c * kSize, scales[i + n] - c / kUnit};
-    typedef Floats Sums[kTile][4];
-    Sums registers, &sum = kParts ? *reinterpret_cast<Sums*>(all) : registers;
+    Floats sum[kTile][4];
+    if constexpr (kParts) asm("" : : "r"(sum) : "memory");  // kept in memory: registers hold a unit's sums
     JAXLLM_UNROLL
     for (int n = 0; n < kTile; n++) JAXLLM_UNROLL
     for (int j = 0; j < 4; j++) sum[n][j] = c ? all[4 * n + j] : Floats{};
