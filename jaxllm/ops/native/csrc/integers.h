@@ -13,9 +13,9 @@ struct GroupRow {
   const uint8_t* zeros;
 };
 
-// How a unit's scales are distributed over lanes, and memory for those of a tile's rows: they are converted once for a
-// tile, not once for each register of weights, and four of them can be read at any place. One or two input rows need
-// each of them once: sets that spread halves quickly read them as they are stored.
+// How a unit's scales are distributed over lanes, and memory for those of a tile's rows, or of a block's: they are
+// converted once for a tile, not once for each register of weights, and four of them can be read at any place. One or
+// two input rows need each of them once: sets that spread halves quickly read them as they are stored.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
@@ -46,7 +46,7 @@ struct Groups {
 inline Groups groups_of(const Weight& w, const Input& in, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
   const int64_t stride = w.groups + 4;
-  float* memory = reinterpret_cast<float*>(space<Groups>(12 * 4 * stride));
+  float* memory = reinterpret_cast<float*>(space<Groups>(kBlockRows * 4 * stride));
   return {w,      shift,  Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1),
           stride, memory, Spread::kHalves && in.rows <= 2 && w.half && w.groups > 1};
 }

@@ -176,14 +176,16 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   });
 }
 
-// More than a few input rows: values of some weight rows and columns are decoded once, as they are multiplied, to
-// memory that the L1 cache holds. Sums are kept in memory between blocks of columns.
+constexpr int kBlockRows = 12;  // weight rows that are decoded at once
+
+// More than a few input rows: values of some weight rows and columns are decoded once, as they are multiplied, with
+// their units' scales, to memory that the L1 cache holds. Sums are kept in memory between blocks of columns.
 template <class S>
 struct DecodedRows {
   typedef decltype(+factor<S::kPairs>(typename S::Value{}).part[0]) Value;
   static constexpr bool kPairs = S::kPairs, kEnds = false, kParts = S::kScales == Scales::kUnit;
   static constexpr bool kSmall = kRegisters < 32;
-  static constexpr int kSize = sizeof(X<S>), kRows = 12, kColumns = 2048 / kSize;
+  static constexpr int kSize = sizeof(X<S>), kRows = kBlockRows, kColumns = 2048 / kSize;
   static constexpr int kTile = kSmall ? 3 : 6;  // rows, with four of the input
   static constexpr int kUnit = kParts ? S::kUnit : columns_of<Value>(), kChunk = S::kUnit;
   static constexpr int kPass = 128;  // columns; a multiple of any chunk
