@@ -57,6 +57,19 @@ class NonFiniteError(JaxllmError):
     """The model returned NaN or infinite logits."""
 
 
+class RequestError(JaxllmError):
+    """A request's own text, option or callback failed while it ran; the others continue."""
+
+
+def as_request_error(error: Exception) -> JaxllmError:
+    """Return what ends one request: the error itself, or one that names what was not expected."""
+    if isinstance(error, JaxllmError):
+        return error
+    made = RequestError(f"this request failed: {type(error).__name__}: {error!s:.300}")
+    made.__cause__ = error
+    return made
+
+
 class OverloadError(JaxllmError):
     """Too many requests are waiting."""
 

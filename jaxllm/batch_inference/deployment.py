@@ -49,7 +49,7 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
         message = f"rows, capacity, threads and replicas must be integers: {error}"
         raise ConfigError(message) from None
     name = chosen["name"] or Path(chosen["model"]).name
-    settings = ServerSettings((name,))
+    settings = ServerSettings((name,), hosts=("*",))  # Ray's proxy is in front
     process = ModelSettings(rows=rows, capacity=capacity, threads=threads)
 
     def build_replica() -> Any:

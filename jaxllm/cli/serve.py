@@ -29,6 +29,7 @@ def serve(
     name: list[str] | None = None,
     api_key_file: Path | None = None,
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None,
     rows: Annotated[int, typer.Option(min=1)] = 8,
     capacity: Annotated[int | None, typer.Option(min=1)] = None,
     max_waiting: Annotated[int, typer.Option(min=0)] = 64,
@@ -60,6 +61,9 @@ def serve(
       name: Name of the model for clients; repeatable [default: the file's name].
       api_key_file: File with the keys that clients must send, one a line.
       cors: Web page that may ask, such as https://example.org; * for all; repeatable.
+      allow_host: Name under which clients reach a server without keys, besides localhost, addresses
+        and --host: a page of another site could give itself this machine's address; * for all;
+        repeatable.
       rows: Requests that run at once.
       capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
       max_waiting: Requests that may wait; more get status 429.
@@ -94,6 +98,7 @@ def serve(
     keys = tuple(read_keys(api_key_file)) if api_key_file else ()
     settings = ServerSettings(
         names=tuple(name or [default_name(model)]), keys=keys, origins=tuple(cors or ()),
+        hosts=(*(allow_host or ()), host) if unix is None else ("*",),
         max_waiting=max_waiting, body_bytes=parse_bytes("--max-body", max_body), rerank=rerank,
     )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1") and unix is None and not keys:

@@ -92,7 +92,7 @@ class BackgroundServer:
                         target=self._run, name="jaxllm-serve", daemon=True
                     )
                     self._thread.start()
-        except (JaxllmError, RuntimeError) as error:
+        except Exception as error:
             future.set_exception(error)
         return future
 
@@ -216,6 +216,7 @@ class BackgroundServer:
                 yield None
                 continue
             if pending.on_start is not None:
-                pending.on_start()
+                with suppress(Exception):  # it only reports; the request runs all the same
+                    pending.on_start()
             yield dataclasses.replace(pending.request, id=number)
             number += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
+from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError, as_request_error
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.completion import (
@@ -60,7 +60,8 @@ class PreparedRequest:
 class _ActiveRequest:
     """Running request: its text decoder and its tokens so far.
 
-    piece: the text that the newest token completed. error: why it ends before its time.
+    piece: the text that the newest token completed. error: why it ends before its time; what its
+    text, criteria, grammar or callbacks raise ends it alone.
     """
 
     request: PreparedRequest
@@ -76,8 +77,8 @@ class _ActiveRequest:
         """Add the newest token to the text; return whether the text ends."""
         try:
             self.piece = self.tracker.push(token)
-        except GrammarError as error:  # of this row; the others continue
-            self.error = error
+        except Exception as error:
+            self.error = as_request_error(error)
             return True
         return self.tracker.stopped
 
@@ -93,15 +94,27 @@ class _ActiveRequest:
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
         finish = None if event.finish is None else FINISH_REASONS[event.finish]
-        if finish is not None:
-            try:
+        try:
+            if finish is not None and self.error is None:
                 self.tracker.push_all(self.tokens)
-            except GrammarError as error:
-                self.error = error
-        if self.error is None and self.request.on_chunk is not None and event.token is not None:
-            self.request.on_chunk(self._make_chunk(event, finish))
-        if finish is None or self.error is not None:
-            return self.error
+            if self.error is None and self.request.on_chunk is not None and event.token is not None:
+                self.request.on_chunk(self._make_chunk(event, finish))
+            if finish is not None and self.error is None:
+                return self._make_completion(event, finish)
+        except Exception as error:
+            self.error = as_request_error(error)
+        return None if finish is None else self.error
+
+    def is_cancelled(self) -> bool:
+        """Whether the row ends before the next step."""
+        asked = self.request.is_cancelled
+        try:
+            return self.error is not None or (asked is not None and bool(asked()))
+        except Exception as error:
+            self.error = as_request_error(error)
+            return True
+
+    def _make_completion(self, event: Event, finish: str) -> Completion:
         return Completion(
             self.tracker.decode_all(self.tokens),
             self.tokens,
@@ -165,8 +178,8 @@ def answer_requests(
                     request = prepare_request(request, read_prompt)
                 row_request, active[number] = _open_request(lm, number, request)
                 yield row_request
-            except JaxllmError as error:
-                yield RejectedRequest(number, error)
+            except Exception as error:
+                yield RejectedRequest(number, as_request_error(error))
 
     options |= {"rows": rows, "capacity": capacity}
     options |= {"draft": (draft.model, draft.params) if isinstance(draft, LanguageModel) else draft}
@@ -239,7 +252,7 @@ def _open_request(
         seed=request.seed,
         eos_token_ids=config.eos_token_ids,
         until=active.check_stop if needs_text else None,
-        is_cancelled=request.is_cancelled,
+        is_cancelled=active.is_cancelled,
         adapter=index if lm.adapters else None,
         top_logprobs=config.top_logprobs,
         edits=config.edits,

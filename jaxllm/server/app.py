@@ -30,7 +30,7 @@ from jaxllm.server.backend import (
 )
 from jaxllm.server.errors import ApiError, invalid
 from jaxllm.server.generation_routes import GenerationRoutes
-from jaxllm.server.limits import Bounds, Keys, Message, Receive, Scope, Send
+from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, Send
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_requests import is_prompt, read_conversation, read_model_name
@@ -77,8 +77,11 @@ def build_app(
             Middleware(
                 CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"],
                 allow_headers=["*"], allow_credentials="*" not in settings.origins,
+                expose_headers=["x-request-id"],
             )
         )  # fmt: skip
+    if not settings.keys and "*" not in settings.hosts:
+        layers.append(Middleware(Hosts, names=settings.hosts))
     layers += [
         Middleware(Keys, keys=settings.keys),
         Middleware(Bounds, body_bytes=settings.body_bytes, read_seconds=settings.read_seconds),
@@ -185,6 +188,8 @@ class _Api:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:  # `adapter` takes it for the default
+            raise HTTPException(404, "Not Found")
         self._backend.adapter(name)
         return json_response(self._describe(name))
 

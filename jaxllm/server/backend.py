@@ -25,6 +25,8 @@ class ServerSettings:
         names: The model's names; the first is the one in answers.
         keys: Keys that clients must show; none: everybody may ask.
         origins: Web pages that may ask (CORS); "*" for all.
+        hosts: Names under which clients reach a server without keys, besides localhost and
+            addresses; "*" for all.
         max_waiting: Requests that may wait for a row.
         body_bytes: Largest body.
         read_seconds: Time for a request's body to arrive.
@@ -35,6 +37,7 @@ class ServerSettings:
     names: tuple[str, ...]
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     max_waiting: int = 64
     body_bytes: int = 4 << 20
     read_seconds: float = 30.0

@@ -6,7 +6,10 @@ Nothing here buffers an answer, so a client that leaves is noticed by the reques
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+HEADER_BYTES = 16 << 10
 PUBLIC_PATHS = ("/", "/health", "/page.js", "/page.css")
 
 
@@ -51,6 +55,33 @@ class Keys:
         await self._app(scope, receive, send)
 
 
+class Hosts:
+    """Lets only requests through whose `Host` is an address, `localhost` or one of `names`.
+
+    A page of any site can give its own name this machine's address (DNS rebinding) and then read
+    what a server without a key answers; its requests have that name as their `Host`.
+    """
+
+    def __init__(self, app: App, names: Sequence[str]) -> None:
+        self._app, self._names = app, {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the class."""
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if given and not self._is_known(given):
+                message = f"Host {given!r:.60} is unknown: start the server with --allow-host NAME"
+                await send_error(send, ApiError(403, message, type="permission_error"))
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host).lower()
+        with suppress(ValueError):
+            return bool(ip_address(name.removeprefix("[").removesuffix("]")))
+        return name in self._names or name.endswith(".localhost")
+
+
 def _read_key(scope: Scope) -> bytes:
     headers: dict[bytes, bytes] = dict(scope["headers"])
     authorization = headers.get(b"authorization", b"")
@@ -60,7 +91,7 @@ def _read_key(scope: Scope) -> bytes:
 
 
 class Bounds:
-    """Refuses bodies that are too large, or do not come in time."""
+    """Refuses headers and bodies that are too large, and bodies that do not come in time."""
 
     def __init__(self, app: App, *, body_bytes: int, read_seconds: float) -> None:
         self._app, self._bytes, self._seconds = app, body_bytes, read_seconds
@@ -70,7 +101,11 @@ class Bounds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = scope["headers"]
+        if sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES:
+            await send_error(send, headers_too_large())
+            return
+        length = dict(headers).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._bytes:
             await send_error(send, self._too_large())
             return
@@ -96,6 +131,11 @@ class Bounds:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body exceeds {self._bytes} bytes", code="body_too_large")
+
+
+def headers_too_large() -> ApiError:
+    """Return the error of a request whose headers exceed the limit."""
+    return ApiError(431, f"the headers exceed {HEADER_BYTES} bytes")
 
 
 async def send_error(send: Send, error: ApiError) -> None:

@@ -19,10 +19,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.errors import ConfigError
 from jaxllm.server.errors import ApiError
-from jaxllm.server.limits import Receive, Scope, Send, error_parts, send_error
+from jaxllm.server.limits import (
+    HEADER_BYTES,
+    Receive,
+    Scope,
+    Send,
+    error_parts,
+    headers_too_large,
+    send_error,
+)
 from jaxllm.server.model_client import ModelClient, ModelError
 
-HEADER_BYTES = 16 << 10
 HEADER_SECONDS = 10.0
 WRITE_SECONDS = 30.0
 MAX_CONNECTIONS = 1024
@@ -55,7 +62,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
             return
         if self.conn.trailing_data[0][HEADER_BYTES:]:
-            error = ApiError(431, f"the headers exceed {HEADER_BYTES} bytes")
+            error = headers_too_large()
         else:
             error = ApiError(400, "the request is not valid HTTP/1.1")
         headers, body = error_parts(error)

@@ -22,6 +22,7 @@ from jaxllm.errors import (
     ConfigError,
     JaxllmError,
     OverloadError,
+    RequestError,
     TokenError,
 )
 from jaxllm.server.frames import FrameSocket
@@ -457,6 +458,8 @@ def describe_failure(error: BaseException) -> Frame:
         return {"kind": "overload", "message": str(error)}
     if isinstance(error, ClosedError):
         return {"kind": "unavailable", "message": "the server is shutting down"}
+    if isinstance(error, RequestError):
+        return {"kind": "failed", "message": str(error)}
     if isinstance(error, JaxllmError):
         kind = "context" if isinstance(error, CapacityError) else "invalid"
         return {"kind": kind, "message": str(error)}

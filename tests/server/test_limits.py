@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxllm.server import limits, listen
-from jaxllm.server.listen import HEADER_BYTES
+from jaxllm.server.limits import HEADER_BYTES
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.model_process import ModelSettings
 from scripts.tools.hostile.client import Answer, Connection, encode_request
@@ -99,6 +99,8 @@ def test_preflight_names_allowed_origin_only() -> None:
             good = await server.ask("OPTIONS", PATH, origin="https://page", **asked)
             assert good.status == 200
             assert good.headers["access-control-allow-origin"] == "https://page"
+            answer = await server.ask("GET", "/health", origin="https://page")
+            assert answer.headers["access-control-expose-headers"] == "x-request-id"
             bad = await server.ask("OPTIONS", PATH, origin="https://other", **asked)
             assert (bad.status, "access-control-allow-origin" in bad.headers) == (400, False)
 
@@ -110,7 +112,7 @@ def test_large_bodies_and_headers_are_refused() -> None:
 
     async def run() -> None:
         async with serve_stub(StubModel(), body_bytes=1000) as server:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             large = head + b"content-length: 1001\r\n\r\n"
             chunks = head + b"transfer-encoding: chunked\r\n\r\n3e9\r\n" + b" " * 1001 + b"\r\n"
             for request in (large, chunks):
@@ -122,13 +124,36 @@ def test_large_bodies_and_headers_are_refused() -> None:
             assert answer and answer.status == 200
             for status, request in (
                 (431, b"GET / HTTP/1.1\r\nx: " + b"y" * HEADER_BYTES),
+                (431, b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEADER_BYTES + b"\r\n\r\n"),
                 (400, b"\x16\x03\x01\r\n\r\n"),
                 (400, head + b"transfer-encoding: chunked\r\n\r\nzz\r\n"),
             ):  # fmt: skip
                 answer = await server.send(request)
                 assert error_of(answer) and answer and answer.status == status
             answer = await server.send(encode_request("POST", "/nothing", b"{}", host="["))
-            assert error_of(answer) and answer and answer.status in (400, 404)
+            assert error_of(answer) and answer and answer.status in (400, 403)
+
+    asyncio.run(run())
+
+
+def test_unknown_host_is_refused_without_keys() -> None:
+    """A name that is not this server's own may be another site's (DNS rebinding): 403.
+
+    With a key nothing can be read anyway. Addresses cannot be rebound.
+    """
+    known = ("127.0.0.1:80", "[::1]:80", "192.168.1.5", "localhost", "LocalHost:8000", "a.localhost",
+             "box.lan:9")  # fmt: skip
+
+    async def run() -> None:
+        async with serve_stub(StubModel(), hosts=("box.lan",)) as server:
+            for host in known:
+                assert (await server.ask("POST", PATH, BODY, host=host)).status == 200
+            for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[x]"):
+                answer = await server.ask("POST", PATH, BODY, host=host)
+                assert (answer.status, error_of(answer)["type"]) == (403, "permission_error")
+        async with serve_stub(StubModel(), keys=("k",)) as server:
+            answer = await server.ask("GET", "/health", host="evil.example")
+            assert answer.status == 200
 
     asyncio.run(run())
 

@@ -135,6 +135,26 @@ def test_choice_returns_ids_within_a_character() -> None:
     assert choice.format_choice()["token_ids"] == [5, 6, 7]
 
 
+def test_colors_have_contrast() -> None:
+    """Texts have a contrast of 4.5 at least to what is behind them (WCAG 2.2, 1.4.3), in both
+    schemes."""
+    css = (PAGE / "page.css").read_text("utf-8")
+    light, dark = (dict(re.findall(r"--([\w-]+): #(\w{6})", block))
+                   for block in re.findall(r":root \{(.*?)\}", css, re.DOTALL))  # fmt: skip
+
+    def luminance(color: str) -> float:
+        parts = (int(color[i : i + 2], 16) / 255 for i in (0, 2, 4))
+        linear = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    pairs = {"ink": ("paper", "card", "mine", "mark", "glow"), "bad": ("bad-paper", "card"),
+             "soft": ("paper", "card", "mine", "mark"), "on-accent": ("accent",)}  # fmt: skip
+    for scheme in (light, {**light, **dark}):
+        for text, behind in ((t, b) for t, many in pairs.items() for b in many):
+            low, high = sorted(luminance(scheme[name]) + 0.05 for name in (text, behind))
+            assert high / low >= 4.5, (text, behind)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with open_browser() as opened:
@@ -142,7 +162,10 @@ def browser() -> Iterator[Browser]:
 
 
 def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser) -> None:
-    """A message is answered, Again gives another answer, and Stop ends a long one."""
+    """A message is answered, Again gives another answer, and Stop ends a long one.
+
+    A reload keeps the conversation, and Edit takes the last question back.
+    """
     browser.open(f"{server.url}/#text=Once upon a time there was a cat.")
     browser.wait(f"{IDLE} && document.querySelector('#prompt').value")
     names = browser.run("[...document.querySelectorAll('#model option')].map((x) => x.value)")
@@ -162,6 +185,16 @@ def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser)
     browser.wait(IDLE)
     assert 0 < len(browser.run("document.querySelector('.assistant').textContent")) < 1200
     assert browser.run("document.querySelectorAll('#log li').length") == 3
+    browser.open(f"{server.url}/#view=chat")
+    browser.wait(f"{IDLE} && document.querySelectorAll('#log li').length === 3")
+    browser.run("document.querySelectorAll('.tools button')[2].click()")
+    browser.wait("document.querySelector('#prompt').value")
+    question = "Once upon a time there was a cat."
+    assert browser.run("document.querySelector('#prompt').value") == question
+    assert browser.run("document.querySelectorAll('#log li').length") == 0
+    browser.run("document.querySelector('#system').value = 'Be brief.'")
+    browser.run("document.querySelector('#ask').requestSubmit()")
+    browser.wait(f"{IDLE} && document.querySelector('.tools')")
     browser.run("document.querySelectorAll('.tools button')[1].click()")
     browser.wait(f"{LOOKED} && !document.querySelector('#branches').hidden")
     assert not browser.problems

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.cache.kv import MAX_SLOTS, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
-from jaxllm.errors import CapacityError, JaxllmError, SamplingError
+from jaxllm.errors import CapacityError, SamplingError, as_request_error
 from jaxllm.generation.batching.batched_sampling import (
     draw,
     empty_context,
@@ -149,8 +149,8 @@ def serve(
                 continue
             try:
                 now = _admit_request(model, now, request, capacity, store)
-            except JaxllmError as error:
-                yield Event(request.id, None, None, None, error, step)
+            except Exception as error:
+                yield Event(request.id, None, None, None, as_request_error(error), step)
         for row, seat in list(now.active.items()):
             if _is_cancelled(seat.request):
                 seats = {other: kept for other, kept in now.active.items() if other != row}

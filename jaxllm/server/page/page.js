@@ -104,11 +104,31 @@ function sampling() {
 }
 
 function checkSettings() {
+  $("alert").textContent = "";
   if (!$("sampling").checkValidity()) $("settings").open = true;
   return $("sampling").reportValidity();
 }
 
 // Chat
+
+function conversation() {
+  const system = $("system").value.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...state.messages];
+}
+
+// A reload of the tab keeps the conversation.
+function keepChat() {
+  sessionStorage.setItem("jaxllm-chat", JSON.stringify(state.messages));
+  sessionStorage.setItem("jaxllm-system", $("system").value);
+}
+
+function restoreChat() {
+  $("system").value = sessionStorage.getItem("jaxllm-system") ?? "";
+  if (!state.chats || state.messages.length) return;
+  state.messages = JSON.parse(sessionStorage.getItem("jaxllm-chat") ?? "[]");
+  for (const { role, content } of state.messages) addMessage(role, content);
+  if (state.messages.length) addTools();
+}
 
 function addToLog(item) {
   $("log").append(item);
@@ -134,7 +154,22 @@ function addTools() {
       run(answer);
     }),
     makeButton("Look inside", () => run(lookInside)),
+    makeButton("Edit", () => {
+      if (state.running) return;
+      state.messages.pop();
+      const answered = item.previousElementSibling;
+      item.remove();
+      takeBack(answered);
+      keepChat();
+      $("prompt").focus();
+    }),
   );
+  if (navigator.clipboard) { // browsers have none for pages over plain HTTP from other machines
+    item.append(makeButton("Copy", async () => {
+      await navigator.clipboard.writeText(state.messages.at(-1).content);
+      $("status").textContent = "The answer is copied.";
+    }));
+  }
   addToLog(item);
 }
 
@@ -142,11 +177,11 @@ async function answer(signal) {
   $("log").querySelector(".tools")?.remove();
   const item = addMessage("assistant", "");
   item.setAttribute("aria-busy", "true"); // is read aloud when it is complete
-  const body = { ...sampling(), messages: state.messages };
+  const body = { ...sampling(), messages: conversation() };
   let text = "";
   try {
     for await (const choice of stream("v1/chat/completions", body, signal)) {
-      const { scrollHeight, scrollTop, clientHeight } = $("log");
+      const { scrollHeight, scrollTop, clientHeight } = $("talk");
       const piece = choice.delta.content ?? "";
       item.append(text ? piece : piece.trimStart());
       text += piece;
@@ -162,6 +197,7 @@ async function answer(signal) {
       takeBack(item);
       if (!signal.aborted) $("alert").textContent = "The model ended without a text.";
     }
+    keepChat();
   }
 }
 
@@ -198,12 +234,13 @@ function clearChat() {
   if (state.running) return;
   state.messages = [];
   $("log").replaceChildren();
+  keepChat();
   $("prompt").value = "";
   $("prompt").focus();
 }
 
 async function lookInside(signal) {
-  const body = { model: $("model").value, messages: state.messages };
+  const body = { model: $("model").value, messages: conversation() };
   const { tokens } = await (await request("tokenize", body, signal)).json();
   location.hash = "view=branches";
   await plant({ tokens }, signal);
@@ -393,6 +430,7 @@ async function start(signal) {
   $("name").textContent = models.length < 2 ? models[0].id : "";
   state.chats = Boolean(info.chat_template);
   document.body.classList.toggle("writes", !state.chats);
+  restoreChat();
   $("log").dataset.empty = "Write the first message below.";
   if (state.chats) return;
   $("prompt-label").textContent = "Text to continue (this model has no chat template)";
@@ -434,6 +472,7 @@ $("tokens").addEventListener("click", ({ target }) => {
   if (index >= 0) fork(index);
 });
 $("tokens").addEventListener("keydown", moveFocus);
+$("system").addEventListener("change", keepChat);
 $("more").addEventListener("click", () => checkSettings() && run(grow));
 $("sampling").addEventListener("submit", (event) => event.preventDefault());
 $("key-form").addEventListener("submit", (event) => {

@@ -238,7 +238,7 @@ def draw_header(rng: random.Random) -> Case:
     body = encode({"prompt": "x", "max_tokens": 1})
     request = post("/v1/completions", body)
     fault = rng.choice((
-        b"host: [\r\n", b"host: a\x7fb:99999999\r\n", b"host: \r\nhost: x\r\n", b"a\r\n",
+        b"host: [\r\n", b"host: a\x7fb:99999999\r\n", b"host: \r\nhost: localhost\r\n", b"a\r\n",
         b": x\r\n",
         b"a b: c\r\n", b"x: \x00\r\n", b"x: \xff\xfe\r\n", b" folded: x\r\n",
         b"x:" + b"y" * 20_000 + b"\r\n", b"x: y\r\n" * 500, b"x: y\r\n" * 5000,
@@ -259,7 +259,7 @@ def draw_header(rng: random.Random) -> Case:
         first, rest = request.split(b"\r\n", 1)
         request = first + b"\r\n" + fault + rest
         if fault.startswith(b"host: [") or fault.startswith(b"host: a"):
-            request = request.replace(b"host: test\r\n", b"")
+            request = request.replace(b"host: localhost\r\n", b"")
             request = request.replace(b"POST /v1/completions", rng.choice(
                 (b"POST /v1/completions", b"POST /nothing", b"PUT /health")))  # fmt: skip
     else:
@@ -268,9 +268,9 @@ def draw_header(rng: random.Random) -> Case:
             b"GET /health HTTP/2.0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9, b"\r\n\r\n", b"\x00" * 99,
             b"GET  /health  HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\n\n", b"A" * 70_000,
-            b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
-            b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", rng.randbytes(500),
-            b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 12_000,
+            b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+            b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", rng.randbytes(500),
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 12_000,
         ))  # fmt: skip
     return Case("header", (request,), is_http=False, end="half-close", delay=2.0)
 
@@ -279,7 +279,7 @@ def draw_framing(rng: random.Random) -> Case:
     """Bodies whose length is wrong, chunked, cut short, or around the limit."""
     path = rng.choice(POSTS[:2])
     body = encode({"prompt": "x", "max_tokens": 1})
-    head = b"POST " + path.encode() + b" HTTP/1.1\r\nhost: test\r\n"
+    head = b"POST " + path.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
     chunked = head + b"transfer-encoding: chunked\r\n\r\n"
     middle = rng.randrange(1, len(body))
     whole = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (body[:middle], body[middle:]))
@@ -319,7 +319,7 @@ def draw_framing(rng: random.Random) -> Case:
     if kind == 10:
         expects = head + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % (BODY_LIMIT + 1)
         return Case("framing", (expects,))
-    get = b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n"
     return Case("framing", (get, b"ab"), is_http=False, methods=("GET",), pause=0.02)
 
 
@@ -473,7 +473,7 @@ def draw_chat(rng: random.Random) -> Case:
 
 def draw_slow_body(rng: random.Random) -> Case:
     """A body that never ends, until the server stops to wait for it."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: 50\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
     return Case("slow body", (head,))
 
 
