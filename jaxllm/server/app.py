@@ -34,6 +34,7 @@ from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, S
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_requests import is_prompt, read_conversation, read_model_name
+from jaxllm.server.streams import unless_gone
 from jaxllm.server.vector_routes import VectorRoutes
 
 Frame = dict[str, Any]
@@ -51,7 +52,6 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 STATS_SECONDS = 0.5
-MAX_TEXTS = 2048  # of one request for embeddings
 
 
 def build_app(
@@ -248,7 +248,8 @@ class _Api:
         if (text is not None and tokens is not None) or not is_prompt(prompt):
             raise invalid("expected text or tokens, a list of token ids; not both, nor empty")
         adapter = self._backend.adapter(read_model_name(body))
-        return json_response(await self._backend.call("look", prompt=prompt, adapter=adapter))
+        looking = self._backend.call("look", prompt=prompt, adapter=adapter)
+        return json_response(await unless_gone(request, looking))
 
     async def _input_tokens(self, request: Request) -> Response:
         """Count a conversation's tokens, under llama.cpp's name."""

@@ -48,7 +48,7 @@ class GenerationRoutes:
             for i in range(len(frames))
         ]  # fmt: skip
         if call.echo:
-            await self._echo(call, choices, frames)
+            await unless_gone(request, self._echo(call, choices, frames))
         if call.stream:
             first = self._stream(call, answer, choices, frames)
             opening = EventStream.open(first)

@@ -64,6 +64,11 @@ class Metrics:
         """Count an answer that is an error."""
         self._failure.labels(self._model, str(status)).inc()
 
+    def count_vectors(self, tokens: int) -> None:
+        """Count a finished request for vectors or ranks, and its tokens, as vLLM does."""
+        self.prompt_tokens.inc(tokens)
+        self._success.labels(self._model, "stop").inc()
+
     def render(self) -> bytes:
         """Return the page."""
         return generate_latest(self._registry)

@@ -1,7 +1,8 @@
 """The process that has the model: it answers frames of the HTTP process until that one ends.
 
-A thread of `BackgroundServer` decodes. Everything else (templates, tokenizers, grammars,
-embeddings) runs in a pool of threads, so that a long prompt delays no other request.
+A thread of `BackgroundServer` decodes. Templates, tokenizers and grammars run in a pool of threads,
+so that a long prompt delays no other request. What computes outside the batch (embeddings, ranks,
+scores) runs in a thread of its own, a piece of each request in turn.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
+PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
@@ -131,17 +133,22 @@ class ModelProcess:
             max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
+        self._computing = ThreadPoolExecutor(1, "jaxllm-compute")
+        self._max_computing, self._num_computing = settings.max_waiting, 0
         self._cancelled: dict[int, threading.Event] = {}
         self._programs, self._trim_at = 0, PROGRAMS_PER_TRIM
         self._operations: dict[str, Callable[[Frame], Any]] = {
-            "embed": self._embed,
-            "rerank": self._rerank,
-            "look": self._look,
-            "score": self._score,
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
             "render": lambda frame: {"text": self._render(frame)},
             "stats": lambda _: self._describe_cache(),
+        }
+        # Each yields between its pieces and returns the answer.
+        self._computations: dict[str, Callable[[Frame], Generator[None, None, Any]]] = {
+            "embed": self._embed,
+            "rerank": self._rerank,
+            "look": _in_one_piece(self._look),
+            "score": _in_one_piece(self._score),
         }
 
     def warm_up(self) -> None:
@@ -211,6 +218,8 @@ class ModelProcess:
         elif do == "generate":
             self._cancelled[number] = threading.Event()
             self._pool.submit(self._generate, frame)
+        elif do in self._computations:
+            self._compute(frame)
         else:
             self._pool.submit(self._answer, self._operations[do], frame)
 
@@ -220,6 +229,36 @@ class ModelProcess:
         except Exception as error:
             answer = {"error": describe_failure(error)}
         self._send({"id": frame["id"], **answer})
+
+    def _compute(self, frame: Frame) -> None:
+        """Queue the first piece of a computation, or refuse it if too many are waiting."""
+        number = frame["id"]
+        if self._num_computing > self._max_computing:
+            error = OverloadError(f"{self._num_computing} requests are waiting to be computed,"
+                                  " which is the limit. Retry later")  # fmt: skip
+            self._send({"id": number, "error": describe_failure(error)})
+            return
+        self._num_computing += 1
+        self._cancelled[number] = threading.Event()
+        work = self._computations[frame["do"]](frame)
+        self._computing.submit(self._compute_piece, number, work)
+
+    def _compute_piece(self, number: int, work: Generator[None, None, Any]) -> None:
+        """Run a piece, then queue the next one behind those of the other requests."""
+        answer: Frame = {}
+        try:
+            if not self._cancelled[number].is_set():
+                next(work)
+                self._computing.submit(self._compute_piece, number, work)
+                return
+        except StopIteration as end:
+            answer = {"done": end.value}
+        except Exception as error:
+            answer = {"error": describe_failure(error)}
+        del self._cancelled[number]
+        self._num_computing -= 1
+        if answer:  # nobody waits for that of a cancelled request
+            self._send({"id": number, **answer})
 
     def _send(self, frame: Frame) -> None:
         try:
@@ -387,29 +426,37 @@ class ModelProcess:
         pieces = [self._token_bytes(token) for token in tokens] if frame.get("pieces") else None
         return {"tokens": tokens, "pieces": pieces}
 
-    def _embed(self, frame: Frame) -> Frame:
+    def _embed(self, frame: Frame) -> Generator[None, None, Frame]:
         """Return float32 vectors as bytes, and the number of tokens of each text."""
         texts = self.lm.encode_texts(frame["texts"], **frame["prompt"])
         for text in texts:
             if len(text) > self.lm.config.context_length:
                 raise _ContextExceeded(len(text), None, self.lm.config.context_length)
-        vectors_ND = self.lm.embed(
-            texts, adapter=frame.get("adapter"), show_progress=False, normalize=True
-        )
-        return {
-            "vectors": [vector.astype("<f4").tobytes() for vector in vectors_ND],
-            "lengths": [len(text) for text in texts],
-        }
+        vectors = [b""] * len(texts)
+        for piece in _split_pieces(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
+            yield
+            vectors_ND = self.lm.embed(
+                [texts[i] for i in piece], adapter=frame.get("adapter"), show_progress=False,
+                normalize=True,
+            )  # fmt: skip
+            for i, vector_D in zip(piece, vectors_ND, strict=True):
+                vectors[i] = vector_D.astype("<f4").tobytes()
+        return {"vectors": vectors, "lengths": [len(text) for text in texts]}
 
-    def _rerank(self, frame: Frame) -> Frame:
+    def _rerank(self, frame: Frame) -> Generator[None, None, Frame]:
         """Return the relevance of each document, and the tokens of the query and the documents."""
         head = self.lm.config.score
         usual = "score" if head is not None and head.labels else "cosine"
         options = {**frame["options"], "method": frame["options"]["method"] or usual}
         query, documents = frame["query"], frame["documents"]
-        scores_N = self.lm.rerank(query, documents, adapter=frame.get("adapter"), **options)
-        tokens = sum(len(self.lm.encode(text)) for text in (query, *documents))
-        return {"scores": scores_N.tolist(), "tokens": tokens}
+        scores: list[float] = []
+        tokens = len(self.lm.encode(query))
+        for piece in _split_pieces(documents):
+            yield
+            found_N = self.lm.rerank(query, piece, adapter=frame.get("adapter"), **options)
+            scores += found_N.tolist()
+            tokens += sum(len(self.lm.encode(text)) for text in piece)
+        return {"scores": scores, "tokens": tokens}
 
     def _look(self, frame: Frame) -> Frame:
         """Return the branch view of a text or of token ids."""
@@ -439,6 +486,19 @@ class ModelProcess:
             "logprobs": logprob_T.tolist(),
             "top": tops,
         }
+
+
+def _in_one_piece(answer: Callable[[Frame], Any]) -> Callable[[Frame], Generator[None, None, Any]]:
+    def run(frame: Frame) -> Generator[None, None, Any]:
+        yield
+        return answer(frame)
+
+    return run
+
+
+def _split_pieces(items: Sequence[Any]) -> Generator[Sequence[Any]]:
+    for start in range(0, len(items), PIECE_TEXTS):
+        yield items[start : start + PIECE_TEXTS]
 
 
 class _ContextExceeded(CapacityError):

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from jaxllm.server.backend import Backend, json_response, read_body
 from jaxllm.server.errors import invalid, unsupported
 from jaxllm.server.openai_requests import is_prompt, read_model_name
+from jaxllm.server.streams import unless_gone
 
 Frame = dict[str, Any]
 MAX_TEXTS = 2048  # of one request
@@ -43,10 +44,12 @@ class VectorRoutes:
             raise invalid(f"encoding_format must be float or base64, got {form!r:.40}",
                           "encoding_format")  # fmt: skip
         names = ("prompt_name", "instruction")
-        done = await self._call("embed", body, texts=texts, prompt={n: body.get(n) for n in names})
+        prompt = {n: body.get(n) for n in names}
+        done = await self._call(request, "embed", body, texts=texts, prompt=prompt)
         data = [{"object": "embedding", "index": i, "embedding": _vector(vector, form)}
                 for i, vector in enumerate(done["vectors"])]  # fmt: skip
         total = sum(done["lengths"])
+        self._backend.metrics.count_vectors(total)
         return json_response(
             {"object": "list", "data": data, "model": self._backend.answer_name(body),
              "usage": {"prompt_tokens": total, "total_tokens": total}}
@@ -73,7 +76,10 @@ class VectorRoutes:
             raise invalid(f"top_n must be a whole number from 1, got {top!r:.40}", "top_n")
         options = {"instruction": body.get("instruction"),
                    "method": body.get("method") or self._backend.settings.rerank}  # fmt: skip
-        done = await self._call("rerank", body, query=query, documents=documents, options=options)
+        done = await self._call(
+            request, "rerank", body, query=query, documents=documents, options=options
+        )
+        self._backend.metrics.count_vectors(done["tokens"])
         results: list[Frame] = [
             {"index": i, "relevance_score": score} for i, score in enumerate(done["scores"])
         ]
@@ -89,9 +95,9 @@ class VectorRoutes:
              "usage": {"prompt_tokens": total, "total_tokens": total}}
         )  # fmt: skip
 
-    async def _call(self, do: str, body: Frame, **fields: Any) -> Any:
+    async def _call(self, request: Request, do: str, body: Frame, **fields: Any) -> Any:
         adapter = self._backend.adapter(read_model_name(body))
-        return await self._backend.call(do, adapter=adapter, **fields)
+        return await unless_gone(request, self._backend.call(do, adapter=adapter, **fields))
 
 
 def _tei_result(result: Frame, documents: Sequence[str], body: Frame) -> Frame:

@@ -1,14 +1,17 @@
 """Both ends of the socket between the HTTP process and the model's, each by itself."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.lm import LM
 from jaxllm.server import model_process
 from jaxllm.server.frames import encode_frame
 from jaxllm.server.model_client import ModelClient
@@ -98,6 +101,45 @@ def test_unexpected_error_is_answered(lm: Any, monkeypatch: pytest.MonkeyPatch) 
         {"id": 5, "error": {"kind": "failed", "message": "TypeError: unexpected"}}
     ]
     assert not process._cancelled
+
+
+def test_computations_take_turns_and_end_with_clients(
+    lm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings run a piece at a time, in turns; one that is cancelled stops at its next piece; a
+    completion and a tokenization are answered while pieces wait; too many are refused.
+    """
+    monkeypatch.setattr(model_process, "PIECE_TEXTS", 1)
+    frames = _Frames()
+    process = ModelProcess(lm, ModelSettings(rows=1, max_waiting=2), frames)  # type: ignore[arg-type]
+    ran: list[str] = []
+    room = threading.Semaphore(0)  # how many pieces may run
+
+    def embed(texts: Any, **_: Any) -> Any:
+        room.acquire()
+        ran.extend(process.lm.decode(text) for text in texts)
+        return np.full((len(texts), 2), len(ran), np.float32)
+
+    monkeypatch.setattr(LM, "embed", lambda self, *args, **options: embed(*args, **options))
+    prompt = {"prompt_name": None, "instruction": None}
+    for number, texts in ((1, ["a", "b", "c"]), (2, ["d", "e"]), (3, ["f"]), (4, ["g"])):
+        process.receive({"id": number, "do": "embed", "texts": texts, "prompt": prompt})
+    assert frames.wait_for(lambda frame: frame["id"] == 4)["error"]["kind"] == "overload"
+    options = {"max_new_tokens": 2, "seed": 0}
+    process.receive({**GENERATE, "id": 5, "prompt": "x", "options": options})
+    process.receive({"id": 6, "do": "detokenize", "tokens": [5]})
+    for number in (5, 6):
+        frames.wait_for(partial(is_end, number))
+    assert not ran
+    process.receive({"id": 1, "do": "cancel"})
+    room.release(10)
+    for number in (2, 3):
+        frames.wait_for(partial(is_end, number))
+    process.receive({"id": 7, "do": "embed", "texts": ["h"], "prompt": prompt})
+    frames.wait_for(partial(is_end, 7))
+    assert ran in (["a", "d", "f", "e", "h"], ["d", "f", "e", "h"])
+    assert not [frame for frame in frames.sent if frame["id"] == 1]
+    assert not process._cancelled and not process._num_computing
 
 
 def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

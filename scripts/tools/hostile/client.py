@@ -150,8 +150,9 @@ def encode_request(
     method: str, path: str, body: bytes | None = None, **headers: str
 ) -> bytes:  # fmt: skip
     """Return a request's bytes. headers: their names with _ for -."""
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    fields = {"host": "localhost", **headers}
+    lines = [f"{method} {path} HTTP/1.1"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
     if body is not None:
         lines.append(f"content-length: {len(body)}")
     return "\r\n".join(lines).encode("latin-1") + LINES_END + (body or b"")
