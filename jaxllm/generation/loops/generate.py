@@ -259,7 +259,7 @@ def _prefill(
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
     reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
-    reading |= {"donate": fresh, "edits": checked}
+    reading["edits"] = checked
     prepare_prefill(model, params, cache, tokens_BT, **reading)
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
     constants = LoopConstants(params, (), limits, checked, names)
@@ -289,7 +289,7 @@ def _prefill(
         if budget_B.max() > 1:
             args = _program_arguments(model, constants, cache, state, attention_mass)
             program.prepare(*args)
-    out = prefill(model, params, cache, tokens_BT, **reading)
+    out = prefill(model, params, cache, tokens_BT, donate=fresh, **reading)
     state = state.replace(mass=out.attention_mass)
     return constants, out.cache, _SAMPLE(limits, state, out.logits)
 
