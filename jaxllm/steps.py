@@ -105,7 +105,8 @@ def forward(
         TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes; for
             parents that do not come before their children.
         CacheMismatchError: for a cache of another model, batch size, or of other edits; for a tree
-            that continues another cache.
+            that continues a cache of another length. The cache's tokens are not compared: give a
+            tree the cache that it grew on.
         ConfigError: for unknown sites, and edits that do not fit them; for a tree on several
             devices, or in a model with long-context attention.
     """
@@ -168,16 +169,19 @@ def _forward_tree(
         check_cache(config, cache, B)
     growth = plan_growth(cache, parents_BN, tree, shape)
     check_inputs(model, cache, tokens_BN, growth.position_BM[:, :N])
-    checked = check_edits(model, edits, 1, 1, None)
+    checked = check_edits(model, edits, B, 1, None)
     made_with_B = fingerprint(checked, B)
     for before in (x for x in (cache, tree) if x is not None):
         made_with_B = merge_labels(before.edits_B, made_with_B)
     M = growth.position_BM.shape[1]
     tokens_BM = array_namespace(tokens_BN).pad(tokens_BN, ((0, 0), (0, M - N)))
     grown = None if tree is None else tree.replace(edits_B=None)
+    by_node = jax.tree.map(  # each node is a row
+        lambda x: x if x.shape[0] == 1 else array_namespace(x).repeat(x, M, axis=0), checked
+    )
     out: Output = grow_tree(
         model, params, () if cache is None else cache.segments, grown, tokens_BM.astype(np.int32),
-        growth.first, growth.path_BMP, growth.position_BM, checked, growth.parent_BS.shape[1],
+        growth.first, growth.path_BMP, growth.position_BM, by_node, growth.parent_BS.shape[1],
         hidden_states, names,
     )  # fmt: skip
     sites = {name: out.sites[name] for name in names}
@@ -341,7 +345,7 @@ def _prefill_passes(
     names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
     checked = check_edits(model, edits, cache.batch, 1, None)
     T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
-    width = next((w for w in PASS_WIDTHS if w < chunk and T <= 2 * w), chunk)
+    width = next((w for w in PASS_WIDTHS if w < chunk and 2 * w >= T), chunk)
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)

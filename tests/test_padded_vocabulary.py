@@ -1,18 +1,22 @@
 """A model whose embedding has more rows than its tokenizer has tokens, as most checkpoints do."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.errors import TokenError
+from jaxllm import steps
+from jaxllm.errors import SamplingError, TokenError
+from jaxllm.generation.loops import generate as loops
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.train.rl.job import Reinforcement, make_answer_sampler
 
@@ -85,3 +89,37 @@ def test_ids_without_token_have_no_text(padded: jaxllm.LM) -> None:
     assert padded.tokenizer is not None
     pieces = Detokenizer(padded.tokenizer, prompt=[1590])
     assert "".join(map(pieces.push, holes)) == padded.decode(holes)
+
+
+def test_draft_may_have_other_rows(plain: jaxllm.LM, padded: jaxllm.LM) -> None:
+    """Models of one tokenizer draft for each other, also served; another tokenizer is refused."""
+    for lm, draft in ((plain, padded), (padded, plain)):
+        options: Any = {"max_new_tokens": 8}
+        expected = lm.generate("Once upon a time", **options)
+        found = lm.generate("Once upon a time", assistant_model=draft, **options)
+        assert found.tokens == expected.tokens
+        assert found.draft_stats is not None and found.draft_stats.accepted > 2
+    requests = [{"prompt": "Once upon a time", "max_new_tokens": 8}]
+    [(_, served)] = padded.serve(requests, rows=1, capacity=64, draft=plain)
+    assert served.tokens == expected.tokens
+    nameless = dataclasses.replace(plain, tokenizer=None)
+    with pytest.raises(SamplingError, match="Use a draft with the model's tokenizer"):
+        padded.generate("Once", assistant_model=nameless)
+
+
+def test_prompt_lengths_share_programs(plain: jaxllm.LM) -> None:
+    """Ten prompts of ten lengths compile three programs for prompts, one to decode."""
+    programs = steps.PREFILL._jit, loops._LOOP._jit
+    before = [program._cache_size() for program in programs]
+    for length in (3, 9, 17, 40, 64, 100, 129, 200, 300, 400):
+        ids = (np.arange(length) % 500 + 300).tolist()
+        found = plain.generate(ids, max_new_tokens=3)
+        if length in (9, 100):
+            logits = jaxllm.forward(plain.model, plain.params, None, [ids]).logits[0, -1]
+            assert found.tokens[0] == int(np.argmax(logits))
+            np.testing.assert_allclose(
+                found.logprobs[0], jax.nn.log_softmax(logits).max(), atol=1e-4
+            )
+    grown = [program._cache_size() - n for program, n in zip(programs, before, strict=True)]
+    assert grown[0] <= 3
+    assert grown[1] <= 1

@@ -316,7 +316,9 @@ class _Grower:
     def _children(
         self, branches: Sequence[Branch], nodes: Sequence[int], logits_RV: jax.Array
     ) -> list[list[Branch]]:
-        logprob_RC, token_RC = (np.asarray(x) for x in _likeliest(logits_RV, self._width, self._sampler))
+        logprob_RC, token_RC = (
+            np.asarray(x) for x in _likeliest(logits_RV, self._width, self._sampler)
+        )
         if np.isnan(logprob_RC).any():
             raise NonFiniteError("the logits of a branch are not finite")
         families = []

@@ -14,7 +14,6 @@ from flax import struct
 from jaxllm.cache.growth import apply_delta, to_cache_slots
 from jaxllm.cache.kv import Delta, KVCache, Segment, TreeDelta, constrain_cache
 from jaxllm.cache.tree import Branches, append_nodes, branches_of
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
-from jaxllm.errors import SamplingError
+from jaxllm.errors import SamplingError, suggest_name
 from jaxllm.generation.loops.capacity import (
     check_capacity,
     check_continuation,
@@ -188,6 +188,9 @@ def stream(
 
 def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     """Return `until` and the other options."""
+    for name in options.keys() - GenerateKwargs.__annotations__.keys():
+        known = suggest_name(name, GenerateKwargs.__annotations__)
+        raise SamplingError(f"generate has no option {name:.60}{known}")
     until = options.get("until")
     if until is not None and not callable(until):
         raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")

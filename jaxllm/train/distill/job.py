@@ -226,7 +226,6 @@ def _get_tokenizer(lm: LM, name: str) -> Tokenizer:
     return lm.tokenizer
 
 
-
 def eos_token_ids(lm: LM) -> tuple[int, ...]:
     """Return the checkpoint's ids that end a text."""
     ids = lm.generation.get("eos_token_id")
