@@ -204,27 +204,21 @@ def test_sites_hidden_states_and_edits_follow_nodes() -> None:
     assert out.hidden_states is not None and chain.hidden_states is not None
     for x, y in zip(out.hidden_states, chain.hidden_states, strict=True):
         assert_close(x[:, [0, 2, 4]], np.asarray(y))
-    # A strength for each row: each row's nodes are those of a tree alone with this strength.
-    words, both = tokens(2, 3, seed=6), read_prompt(model, params, 2)
-    direction_D = np.linspace(-1, 1, 40, dtype=np.float32)
-
-    def nodes(words: Any, cache: Any, scale: Any) -> Any:
-        edits = {"blocks.0.resid_post": Add(direction_D, scale=scale)}
-        parents = [[-1, 0, 0]] * len(words)
-        return jaxllm.forward(model, params, cache, words, parents=parents, edits=edits).logits
-
-    by_row = nodes(words, both, np.array([1.0, -2.0], np.float32))
-    for row, scale in enumerate((1.0, -2.0)):
-        alone = jaxllm.prefill(
-            model,
-            params,
-            jaxllm.init_cache(model, 1, PROMPT + 20),
-            tokens(2, PROMPT)[row : row + 1],
-        ).cache
-        assert_close(by_row[row], np.asarray(nodes(words[row : row + 1], alone, scale))[0])
     committed, others = jaxllm.commit(cache, out.delta, 1), {site: edits.popitem()[1]}
     with pytest.raises(CacheMismatchError, match="other edits"):
         jaxllm.forward(model, params, committed, [[1]], edits=others)
+
+
+def test_strengths_by_row_hold_for_nodes() -> None:
+    """Each row's nodes have the logits of its chain with its own strength."""
+    model, params = make_model()
+    direction_D = np.linspace(-1, 1, 40, dtype=np.float32)
+    edits = {"blocks.0.resid_post": Add(direction_D, scale=np.array([1.0, -2.0], np.float32))}
+    words = tokens(2, 5, seed=5)
+    asked: Any = {"edits": edits}
+    out = jaxllm.forward(model, params, None, words, parents=[[-1, 0, 0, 1, 2]] * 2, **asked)
+    chain = jaxllm.forward(model, params, None, words[:, [0, 2, 4]], **asked)
+    assert_close(out.logits[:, [0, 2, 4]], np.asarray(chain.logits))
 
 
 def test_100_continuations_copy_nothing() -> None:

@@ -114,7 +114,7 @@ def test_speculative_greedy_equals_plain_greedy(name: str) -> None:
     ],
 )
 def test_draft_that_does_not_pay_rests(accepted: float, cost: float, least: float) -> None:
-    """1,000 tokens take about as long as the faster way; a pass with a draft costs `cost` passes."""
+    """1,000 tokens take about as long as the faster way; a pass with a draft is `cost` passes."""
     now = 0.0
     pace = DraftPace(clock=lambda: now)
     written, drafting = 0.0, 0
