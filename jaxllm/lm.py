@@ -56,7 +56,7 @@ from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, toke
 from jaxllm.models import FAMILIES, build
 from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
-from jaxllm.runtime.validation import Dtype
+from jaxllm.runtime.validation import Dtype, check_token_ids
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
@@ -543,11 +543,16 @@ class LM:
     def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> str:
         """Return the text of token ids, without special tokens.
 
-        Raises TokenError for an invalid argument, and if the checkpoint has no tokenizer.
+        Ids that have no token, because the embedding has more rows than the tokenizer has tokens,
+        have no text. Raises TokenError for an invalid argument or ids outside the vocabulary, and
+        if the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
             raise TokenError(f"{self.path} has no tokenizer, which decode requires")
-        return self.tokenizer.decode(token_list(tokens))
+        ids = token_list(tokens)
+        size = max(self.config.vocab_size, self.tokenizer.vocab_size)
+        check_token_ids(np.array(ids, object), size, "decode: ")
+        return self.tokenizer.decode(ids)
 
     def _resolve_options(
         self, prompts: list[list[int]], options: Mapping[str, Any], kind: Kind = "generate"

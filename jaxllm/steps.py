@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.growth import check_fits
@@ -46,10 +48,13 @@ from jaxllm.models.site_inputs import (
     label_cache,
 )
 from jaxllm.models.sites import WEIGHT_SITES
-from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+
+# A prompt runs in passes of the first width of which two suffice, else of `chunk` tokens.
+PASS_WIDTHS = (16, 64)
 
 EditMap = Mapping[str, Any]  # from sites to edits or functions, or lists of them
 
@@ -100,7 +105,8 @@ def forward(
         TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes; for
             parents that do not come before their children.
         CacheMismatchError: for a cache of another model, batch size, or of other edits; for a tree
-            that continues another cache.
+            that continues a cache of another length. The cache's tokens are not compared: give a
+            tree the cache that it grew on.
         ConfigError: for unknown sites, and edits that do not fit them; for a tree on several
             devices, or in a model with long-context attention.
     """
@@ -163,16 +169,19 @@ def _forward_tree(
         check_cache(config, cache, B)
     growth = plan_growth(cache, parents_BN, tree, shape)
     check_inputs(model, cache, tokens_BN, growth.position_BM[:, :N])
-    checked = check_edits(model, edits, 1, 1, None)
+    checked = check_edits(model, edits, B, 1, None)
     made_with_B = fingerprint(checked, B)
     for before in (x for x in (cache, tree) if x is not None):
         made_with_B = merge_labels(before.edits_B, made_with_B)
     M = growth.position_BM.shape[1]
     tokens_BM = array_namespace(tokens_BN).pad(tokens_BN, ((0, 0), (0, M - N)))
     grown = None if tree is None else tree.replace(edits_B=None)
+    by_node = jax.tree.map(  # each node is a row
+        lambda x: x if x.shape[0] == 1 else array_namespace(x).repeat(x, M, axis=0), checked
+    )
     out: Output = grow_tree(
         model, params, () if cache is None else cache.segments, grown, tokens_BM.astype(np.int32),
-        growth.first, growth.path_BMP, growth.position_BM, checked, growth.parent_BS.shape[1],
+        growth.first, growth.path_BMP, growth.position_BM, by_node, growth.parent_BS.shape[1],
         hidden_states, names,
     )  # fmt: skip
     sites = {name: out.sites[name] for name in names}
@@ -219,7 +228,7 @@ def decode_step(
     checked = check_edits(model, edits, cache.batch, 1, cache.slots + 1)
     cache = label_cache(cache, checked)
     return _run_compiled(
-        DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, checked,
+        DECODE_STEP[donate], cache, model, params, tokens_BT, positions_BT, checked,
         attention_mass, names,
     )  # fmt: skip
 
@@ -240,9 +249,9 @@ def prefill(
 ) -> StepOutput:
     """Run and commit a prompt in chunks; the logits are those of each row's last token.
 
-    Every row needs at least one real token. Prompts shorter than a chunk are padded to a power of
-    two, so that few programs are compiled. `cache` stays valid, at the cost of a copy of its tail,
-    unless `donate=True`.
+    Every row needs at least one real token. A prompt runs in passes of one of three widths (16, 64
+    or `chunk` tokens), the last one padded: so prompts of all lengths share three programs. `cache`
+    stays valid, at the cost of a copy of its tail, unless `donate=True`.
 
     Args:
         lengths_B: the number of real tokens per row; the rest is padding on the right.
@@ -255,12 +264,32 @@ def prefill(
 
     Raises what `forward` raises, and CapacityError if the prompt does not fit.
     """
-    cache, args = _prefill_arguments(
+    cache, passes = _prefill_passes(
         model, params, cache, tokens_BT, lengths_B, positions_BT, chunk, attention_mass, read, edits
     )
-    out = _run_compiled(PREFILL, cache, donate, *args)
-    T = np.shape(tokens_BT)[1]
-    return out.replace(sites={name: x[:, :T] for name, x in out.sites.items()})
+    if not donate:  # the passes overwrite it
+        cache = jax.tree.map(jnp.copy, cache.replace(frozen=())).replace(frozen=cache.frozen)
+    outs = list[StepOutput]()
+    for args in passes:
+        outs.append(_run_compiled(PREFILL, cache, *args))
+        cache = outs[-1].cache
+    return _join_passes(outs, passes, np.shape(tokens_BT)[1])
+
+
+def _join_passes(outs: list[StepOutput], passes: list[tuple[Any, ...]], T: int) -> StepOutput:
+    """Return the output of all passes over a prompt of T tokens."""
+    whole = outs[0]
+    for out, (_, _, _, position_BC, *_) in zip(outs[1:], passes[1:], strict=True):
+        logits_BV = out.logits
+        if not (is_concrete(position_BC) and (np.asarray(position_BC) >= 0).any(axis=1).all()):
+            real_B1 = (position_BC >= 0).any(axis=1)[:, None]
+            logits_BV = jnp.where(real_B1, logits_BV, whole.logits)
+        mass = jax.tree.map(jnp.add, whole.attention_mass, out.attention_mass)
+        whole = StepOutput(logits_BV, out.cache, mass)
+    sites = {name: [out.sites[name] for out in outs] for name in outs[0].sites}
+    return whole.replace(
+        sites={name: jnp.concatenate(x, axis=1)[:, :T] for name, x in sites.items()}
+    )
 
 
 def prepare_prefill(
@@ -273,7 +302,6 @@ def prepare_prefill(
     chunk: int = 256,
     attention_mass: MassMode = False,
     edits: EditMap | None = None,
-    donate: bool = False,
 ) -> None:
     """Load or compile, in another thread, the program of `prefill` with the same arguments.
 
@@ -281,13 +309,13 @@ def prepare_prefill(
     """
     with warnings.catch_warnings():  # `prefill` itself warns
         warnings.simplefilter("ignore")
-        cache, args = _prefill_arguments(
+        cache, passes = _prefill_passes(
             model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass, (), edits
         )
-    PREFILL[donate].prepare(cache.replace(frozen=()), cache.frozen, *args)
+    PREFILL.prepare(cache.replace(frozen=()), cache.frozen, *passes[0])
 
 
-def _prefill_arguments(
+def _prefill_passes(
     model: Model,
     params: Params,
     cache: KVCache,
@@ -298,8 +326,8 @@ def _prefill_arguments(
     attention_mass: MassMode,
     read: Sequence[str],
     edits: EditMap | None,
-) -> tuple[KVCache, tuple[Any, ...]]:
-    """Check and pad the arguments of `prefill`; return the cache and those after it."""
+) -> tuple[KVCache, list[tuple[Any, ...]]]:
+    """Check the arguments of `prefill`; return the cache, and the arguments of each pass."""
     check_model(model, params, any_head=True)
     _check_mass(attention_mass)
     check_usable(cache)
@@ -316,23 +344,26 @@ def _prefill_arguments(
     refused = ("logits", *WEIGHT_SITES)
     names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
     checked = check_edits(model, edits, cache.batch, 1, None)
-    T = tokens_BT.shape[1]
-    width = chunk if chunk <= T else min(chunk, next_power_of_two(T, 8))
+    T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
+    width = next((w for w in PASS_WIDTHS if w < chunk and 2 * w >= T), chunk)
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    args = (model, params, tokens_BT, positions_BT, checked, attention_mass, width, names)
-    return label_cache(cache, checked), args
+    passes = []
+    for start in range(0, T, width):
+        token_BC, position_BC = (x[:, start : start + width] for x in (tokens_BT, positions_BT))
+        passes.append(
+            (model, params, token_BC, position_BC, length_B, checked, attention_mass, names)
+        )
+    return label_cache(cache, checked), passes
 
 
-def _run_compiled(
-    compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
-) -> StepOutput:
+def _run_compiled(compiled: CachedJit, cache: KVCache, *args: Any) -> StepOutput:
     """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied.
 
     args: the last are the names of the sites to read.
     """
-    out: StepOutput = compiled[donate](cache.replace(frozen=()), cache.frozen, *args)
+    out: StepOutput = compiled(cache.replace(frozen=()), cache.frozen, *args)
     sites = {name: out.sites[name] for name in args[-1]}
     return out.replace(cache=out.cache.replace(frozen=cache.frozen), sites=sites)
 

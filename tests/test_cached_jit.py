@@ -138,7 +138,7 @@ def test_prepared_programs_are_those_of_generation(
         return start(self, folder, key, args)
 
     monkeypatch.setattr(CachedJit, "_start", count)
-    programs = [generate._SAMPLE, generate._STEP, *compiled_steps.PREFILL]
+    programs = [generate._SAMPLE, generate._STEP, compiled_steps.PREFILL]
     for program in programs:  # as in a new process
         monkeypatch.setattr(program, "_loaded", {})
     lm = jaxllm.load("demo:llama")

@@ -100,9 +100,11 @@ def test_refusals_name_remedy(run: Run, arguments: list[str], message: str) -> N
 
 
 def test_prompt_from_argument_option_or_file(run: Run, tmp_path: Path) -> None:
-    """The argument, -p and -f FILE give the same prompt, without the last newline of the file."""
+    """The argument, -p and -f FILE give the same prompt, without the last newline of the file, and
+    with line feeds alone; two tokens have no speed.
+    """
     file = tmp_path / "prompt.txt"
-    file.write_text("Once upon\n")
+    file.write_bytes(b"Once upon\r\n")
     last = ("-n", 2, "--json")
     found = [
         json.loads(run("generate", *words, *last)[1])
@@ -110,6 +112,18 @@ def test_prompt_from_argument_option_or_file(run: Run, tmp_path: Path) -> None:
     ]
     assert [report["prompt"] for report in found] == ["Once upon"] * 3
     assert found[0]["tokens"] == found[1]["tokens"] == found[2]["tokens"]
+    assert found[0]["tokens_per_second"] is None
+    err = run("generate", "-p", "Once", "-n", 2, "--stop", "\\n")[2]
+    assert "tokens/s" not in err
+    assert "--stop \\n is taken literally" in err
+
+
+def test_missing_models_get_fitting_hints(run: Run, tmp_path: Path) -> None:
+    """A relative path is no repository of the hub; an adapter's directory names --adapter."""
+    assert "hf:" not in run("generate", "./nowhere", "-p", "x")[2]
+    assert "write hf:no/where" in run("generate", "no/where", "-p", "x")[2]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert f"--adapter {tmp_path}" in run("generate", tmp_path, "-p", "x")[2]
 
 
 # Each names a missing path.

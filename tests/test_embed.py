@@ -1,5 +1,6 @@
 """Embeddings equal hidden states of transformers, pooled with torch."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,9 @@ import jaxllm
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.evaluate.verify import transformers_directory
 from jaxllm.generation.embeddings import embeddings
+from jaxllm.ops import native
 from jaxllm.ops.pooling import l2_normalize, pool
+from jaxllm.weights.precision import Precision
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
@@ -93,6 +96,18 @@ def test_pooling_with_padding_anywhere(array: Callable[..., Any]) -> None:
     np.testing.assert_allclose(np.asarray(found), [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
 
 
+@pytest.mark.skipif(not native.is_enabled(), reason="needs the kernels")
+def test_embedding_has_bits_of_its_text() -> None:
+    """A text's vector has the same bits alone and beside longer texts, which widen its padding."""
+    precision = dataclasses.replace(Precision.uniform("float32"), invariant=True)
+    model, params = random_model("llama", precision=precision)
+    texts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 13, 61)]
+    together = embeddings(model, params, texts, normalize=True)
+    for text, found in zip(texts, together, strict=True):
+        alone = embeddings(model, params, [text], normalize=True)
+        np.testing.assert_array_equal(alone[0], found)
+
+
 def test_embeddings_refuse_invalid_arguments() -> None:
     """Invalid options, texts, token ids and lengths are refused, and NaN raises with the text's
     index.
@@ -103,8 +118,9 @@ def test_embeddings_refuse_invalid_arguments() -> None:
         embeddings(model, params, texts, **options)
 
     for options, message in (
-        ({"layer": 4}, "layer must be from -4 to 3, got 4"),
-        ({"layer": -5}, "layer must be"),
+        ({"layer": 4}, "layer must be from 0 to 3, or -1, got 4"),
+        ({"layer": -2}, "layer must be"),
+        ({"normalize": "yes"}, "normalize must be True or False, got 'yes'"),
         ({"layer": 1.0}, "layer must be"),
         ({"pooling": "max"}, "pooling must be one of mean, last, cls, got 'max'"),
         ({"pooling": "none"}, "pooling must be one of"),

@@ -138,6 +138,8 @@ def test_loglikelihood_moves_trailing_spaces_to_continuation() -> None:
     found = plain.loglikelihood(make_requests([("Once upon a ", "time"), ("Once upon a", " time")]))
     assert found[0] == found[1]
     assert found[0][1]
+    # "Once" is one token, so the continuation is encoded alone.
+    assert plain._encode_pair("Onc", "e") == (plain.encode("Onc"), plain.encode("e", bos=False))
 
 
 def test_loglikelihood_rolling_equals_transformers(answers: JaxLM, reference: Reference) -> None:

@@ -209,6 +209,18 @@ def test_sites_hidden_states_and_edits_follow_nodes() -> None:
         jaxllm.forward(model, params, committed, [[1]], edits=others)
 
 
+def test_strengths_by_row_hold_for_nodes() -> None:
+    """Each row's nodes have the logits of its chain with its own strength."""
+    model, params = make_model()
+    direction_D = np.linspace(-1, 1, 40, dtype=np.float32)
+    edits = {"blocks.0.resid_post": Add(direction_D, scale=np.array([1.0, -2.0], np.float32))}
+    words = tokens(2, 5, seed=5)
+    asked: Any = {"edits": edits}
+    out = jaxllm.forward(model, params, None, words, parents=[[-1, 0, 0, 1, 2]] * 2, **asked)
+    chain = jaxllm.forward(model, params, None, words[:, [0, 2, 4]], **asked)
+    assert_close(out.logits[:, [0, 2, 4]], np.asarray(chain.logits))
+
+
 def test_100_continuations_copy_nothing() -> None:
     """The bytes of all distinct arrays are those of one cache and of 100 nodes' own."""
     model, params = make_model()

@@ -113,7 +113,7 @@ def plan_growth(
 
     Raises:
         TokenError: Parents of another shape or type, or one that does not come before its child.
-        CacheMismatchError: The tree continues another cache.
+        CacheMismatchError: The tree continues a cache of other positions.
     """
     parents_BN = _as_parents(parents_BN, shape)
     B, N = shape
@@ -212,7 +212,7 @@ def select_path(tree: TreeDelta, node: Any, next_position_B: Any) -> Delta:
 
     Raises:
         TokenError: There is no such node.
-        CacheMismatchError: The tree continues another cache.
+        CacheMismatchError: The tree continues a cache of other positions.
     """
     B = tree.parent_BS.shape[0]
     node_B = node if isinstance(node, jax.Array) else check_int_array("node", node, TokenError)

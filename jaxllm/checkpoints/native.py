@@ -445,5 +445,8 @@ def check_special_ids(generation: dict[str, Any], source: str) -> dict[str, Any]
 def read_model_json(directory: Path) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError if it is missing or not a JSON object."""
     if not path_exists(directory / "config.json"):
-        raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
+        hint = ""
+        if path_exists(directory / "adapter_config.json"):
+            hint = f". It is an adapter: load its base model with --adapter {directory}"
+        raise CheckpointError(f"{directory} is not a model directory: it has no config.json{hint}")
     return read_json(path_inside(directory, "config.json"))

@@ -41,7 +41,7 @@ def resolve_path(path: str | Path) -> Path:
         return _download(text[3:])
     if path_exists(found := Path(path)):
         return found
-    named = re.fullmatch(_REPO, text) or re.fullmatch(_FILE, text)
+    named = not text.startswith(".") and (re.fullmatch(_REPO, text) or re.fullmatch(_FILE, text))
     hint = f" To download from the hub, write hf:{text}" if named else ""
     raise CheckpointError(f"{text:.200} is not a directory or file.{hint}")
 

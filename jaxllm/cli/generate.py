@@ -70,6 +70,9 @@ def generate(
     if server is not None and prompt is None and prompt_option is None and prompt_file is None:
         model, prompt = "", model  # the one argument is the text
     text = _read_prompt(prompt, prompt_option, prompt_file)
+    for string in stop or ():
+        if any(escape in string for escape in ("\\n", "\\t", "\\r")):
+            log(f"--stop {string} is taken literally; for a line break, write --stop $'\\n'")
     if server is not None:
         if steer:
             raise ConfigError("--steer requires a local model. A server has its own vectors")
@@ -140,7 +143,7 @@ def generate(
             "load_s": round(loaded - start, 3),
             "first_token_s": round(first, 3),
             "compile_s": round(compiled, 3),
-            "tokens_per_second": round(last.tokens_per_second, 2),
+            "tokens_per_second": round(last.tokens_per_second, 2) or None,
         }
         write(json.dumps(report, ensure_ascii=False) + "\n")
     elif sys.stdout.isatty():
@@ -148,9 +151,10 @@ def generate(
     if last.grammar_complete is False:
         log("the text ends before the grammar does: give it more tokens (-n)")
     drawn = "" if seed is None else f"; seed {seed}"
+    rate = last.tokens_per_second  # 0 for too few tokens to measure it
     log(
-        f"{len(pieces)} tokens ({last.finish_reason}), {last.tokens_per_second:.1f}"
-        f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
+        f"{len(pieces)} tokens ({last.finish_reason}){f', {rate:.1f} tokens/s' if rate else ''}"
+        f"{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
         + _describe_compiling(compiled)
     )
 
@@ -196,7 +200,7 @@ def _read_prompt(argument: str | None, option: str | None, file: Path | None) ->
     if file is not None:
         from jaxllm.files import read_text
 
-        return read_text(file).removesuffix("\n")
+        return read_text(file).replace("\r\n", "\n").removesuffix("\n")
     return str(prompts[0]) if prompts else ""
 
 

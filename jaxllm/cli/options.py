@@ -63,7 +63,10 @@ CacheDtype = Annotated[
         help="Dtype of cached keys and values: as --dtype, or int8 [default: as the activations].",
     ),
 ]
-Stop = Annotated[list[str] | None, typer.Option(help="Text to stop before; repeatable.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="Text to stop before, taken literally ($'\\n' is a line break); repeatable."),
+]
 Steer = Annotated[
     list[str] | None,
     typer.Option(

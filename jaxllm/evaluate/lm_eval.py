@@ -202,7 +202,9 @@ class JaxLM:
             return [self.prefix_token_id], ids
         kept = context.rstrip()
         whole, before = self.encode(context + continuation), self.encode(kept)
-        return before, whole[len(before) :]
+        # A token may span the border: "Once" after "Onc". Then the continuation is encoded alone.
+        rest = whole[len(before) :] or self.encode(context[len(kept) :] + continuation, bos=False)
+        return before or [self.prefix_token_id], rest
 
     def _make_request(
         self, number: int, context: str, options: Mapping[str, Any]

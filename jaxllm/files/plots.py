@@ -1,5 +1,6 @@
 """Plots by matplotlib, which is optional."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ def check_plot(option: str = "--plot") -> None:
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
-    """Write a figure as a PNG file. Raises CheckpointError if it cannot be written."""
-    with atomic_file(path) as file:
+    """Write a figure as a PNG file. Raises CheckpointError if it cannot be written.
+
+    A character that the font lacks becomes a box, without a warning.
+    """
+    with atomic_file(path) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(file, format="png", dpi=dpi)

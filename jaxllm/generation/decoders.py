@@ -32,7 +32,12 @@ from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.generation.loops.speculative import Acceptance, DraftStats, speculative_generate
+from jaxllm.generation.loops.speculative import (
+    Acceptance,
+    DraftStats,
+    check_draft_vocabulary,
+    speculative_generate,
+)
 from jaxllm.generation.sampling.grammar_mask import only_masks
 from jaxllm.ops.padding import pad_rows
 
@@ -147,6 +152,8 @@ class SpeculativeDecoding(Decoder):
         self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
     ) -> list[Completion]:
         assistant = self.assistant_model
+        if assistant is not None:
+            check_draft_vocabulary(lm, assistant)
         result = speculative_generate(
             lm.model,
             lm.params,

@@ -80,6 +80,8 @@ def embeddings(
     if not isinstance(texts, Iterable):
         raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
     layer = _check_options(model, layer, pooling, batch)
+    if not isinstance(normalize, bool):
+        raise ConfigError(f"normalize must be True or False, got {normalize!r:.40}")
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
     run = partial(embed_batch, model, params, layer=layer, pooling=pooling, normalize=normalize)
     width = model.config.hidden_size
@@ -245,8 +247,8 @@ def _padded_width(length: int) -> int:
 def _check_options(model: Model, layer: int, pooling: str, batch: int) -> int:
     """Check the options; return the layer as a non-negative index."""
     count = model.config.num_hidden_layers + 1
-    if not is_integer(layer) or not -count <= layer < count:
-        raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
+    if not is_integer(layer) or not -1 <= layer < count:
+        raise ConfigError(f"layer must be from 0 to {count - 1}, or -1, got {layer!r:.40}")
     if not isinstance(pooling, str) or pooling not in POOLING_MASKS:
         raise ConfigError(f"pooling must be one of {', '.join(POOLING_MASKS)}, got {pooling!r:.40}")
     check_int("batch", batch, 1, error=ConfigError)

@@ -21,11 +21,14 @@ from jaxllm.cache.tree import init_tree
 from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.generation.loops.finish import check_positions, pad_eos_ids
 from jaxllm.generation.loops.generate import generate
-from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.constraints import MissingIds
+from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, apply_processors
+from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.ops.padding import bucket_size, next_power_of_two
 from jaxllm.ops.row_sums import log_softmax
 from jaxllm.runtime.validation import as_token_array, check_int, is_number
 from jaxllm.steps import forward, prefill
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -95,8 +98,10 @@ def best_of(
         cache: One row that the prompt continues; it stays valid.
         Others as for `generate`.
 
-    Raises SamplingError for a score that is not a number, and what `generate` and `fork` raise.
+    Raises SamplingError for a score that is not a number, ConfigError for a model with a score
+    head, and what `generate` and `fork` raise.
     """
+    check_predicts_tokens(model.config)
     token_T = as_token_array("prompt", prompt)
     if token_T.size > 1:
         cache = prefill(
@@ -126,6 +131,7 @@ class SearchKwargs(TypedDict, total=False):
         batch: How many branches to continue in one pass; 4 by default.
         score, cache: As for `best_of`.
         eos_token_ids, chunk: As for `generate`.
+        tokenizer: Ids without one of its tokens continue no branch; by default all may.
     """
 
     max_new_tokens: Required[int]
@@ -136,6 +142,7 @@ class SearchKwargs(TypedDict, total=False):
     eos_token_ids: Sequence[int]
     cache: KVCache | None
     chunk: int
+    tokenizer: Tokenizer | None
 
 
 def best_first(
@@ -151,6 +158,7 @@ def best_first(
         SamplingError: For values out of range, and a score that is not a number.
         CapacityError: If the text exceeds the model's positions.
         NonFiniteError: If log-probabilities are not finite.
+        ConfigError: For a model with a score head.
         JaxllmError: Whatever else `forward` and `prefill` raise.
     """
     grower = _Grower(model, params, prompt, **options)
@@ -265,13 +273,17 @@ class _Grower:
         eos_token_ids: Sequence[int] = (),
         cache: KVCache | None = None,
         chunk: int = 256,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        check_predicts_tokens(model.config)
         token_T = as_token_array("prompt", prompt)
         self.budget, self.batch = check_int("budget", budget, 1), check_int("batch", batch, 1)
         self._longest = check_int("max_new_tokens", max_new_tokens, 1)
         self._width = check_int("width", width, 1, model.config.vocab_size)
         self._model, self._params, self._score = model, params, score
         self._eos = {*pad_eos_ids(eos_token_ids).tolist()}
+        missing = tokenizer and tokenizer.missing_ids(model.config.vocab_size, tuple(eos_token_ids))
+        self._sampler = Sampler((MissingIds(missing),)) if missing else GREEDY
         self._logits, self.cache = prefill(
             model, params, _room(model, cache, token_T), token_T[None], chunk=chunk
         )
@@ -304,7 +316,9 @@ class _Grower:
     def _children(
         self, branches: Sequence[Branch], nodes: Sequence[int], logits_RV: jax.Array
     ) -> list[list[Branch]]:
-        logprob_RC, token_RC = (np.asarray(x) for x in _likeliest(logits_RV, self._width))
+        logprob_RC, token_RC = (
+            np.asarray(x) for x in _likeliest(logits_RV, self._width, self._sampler)
+        )
         if np.isnan(logprob_RC).any():
             raise NonFiniteError("the logits of a branch are not finite")
         families = []
@@ -313,6 +327,8 @@ class _Grower:
         ):
             family = []
             for logprob, token in zip(logprobs, tokens, strict=True):
+                if logprob == -math.inf:  # without a token
+                    continue
                 text = (*branch.tokens, token)
                 ends = token in self._eos or len(text) == self._longest
                 child = Branch(text, (*branch.logprobs, logprob), node, ends)
@@ -322,9 +338,10 @@ class _Grower:
 
 
 @partial(jax.jit, static_argnums=1)
-def _likeliest(logits_RV: jax.Array, n: int) -> Any:
+def _likeliest(logits_RV: jax.Array, n: int, sampler: Sampler) -> Any:
     """Return the largest log-probabilities and their tokens, `[R, n]` each, largest first."""
-    return jax.lax.top_k(log_softmax(logits_RV), n)
+    context = Context.empty(jax.random.key(0), logits_RV.shape[0])
+    return jax.lax.top_k(apply_processors(log_softmax(logits_RV), sampler, context), n)
 
 
 def _room(model: Model, cache: KVCache | None, token_T: np.ndarray) -> KVCache:

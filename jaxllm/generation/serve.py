@@ -25,6 +25,7 @@ from jaxllm.generation.completion import (
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import join_steps
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
+from jaxllm.generation.loops.speculative import check_draft_vocabulary
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 
@@ -182,6 +183,8 @@ def answer_requests(
                 yield RejectedRequest(number, as_request_error(error))
 
     options |= {"rows": rows, "capacity": capacity}
+    if isinstance(draft, LanguageModel):
+        check_draft_vocabulary(lm, draft)
     options |= {"draft": (draft.model, draft.params) if isinstance(draft, LanguageModel) else draft}
     speculates = draft is not None
     for event in serve(make_invariant(lm.model), lm.params, open_requests(), **options):

@@ -14,7 +14,6 @@ from flax import struct
 from jaxllm.cache.growth import apply_delta, to_cache_slots
 from jaxllm.cache.kv import Delta, KVCache, Segment, TreeDelta, constrain_cache
 from jaxllm.cache.tree import Branches, append_nodes, branches_of
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
@@ -246,61 +245,21 @@ def _prefill(
     frozen: Segments,
     model: Model,
     params: Params,
-    token_BT: jax.Array,
-    position_BT: jax.Array,
+    token_BC: jax.Array,
+    position_BC: jax.Array,
+    length_B: jax.Array,
     edits: Edits,
     attention_mass: MassMode,
-    width: int,
     names: tuple[str, ...],
 ) -> StepOutput:
-    B = token_BT.shape[0]
-    length_B = position_BT.max(axis=1) + 1
-
-    def run_chunk(
-        carry: StepOutput, chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[StepOutput, dict[str, jax.Array]]:
-        token_BC, position_BC = chunk
-        real_BC = position_BC >= 0
-        last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
-        out = run_and_commit(
-            model,
-            params,
-            frozen,
-            carry.cache,
-            token_BC,
-            position_BC,
-            names,
-            length_B=length_B,
-            column_B=last_B,
-            attention_mass=attention_mass,
-            edits=edits,
-        )
-        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], out.logits[:, 0], carry.logits)
-        mass = jax.tree.map(jnp.add, carry.attention_mass, out.attention_mass)
-        return StepOutput(logits_BV, out.cache, mass), out.sites
-
-    def split_chunks(x_BT: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
-
-    def join_chunks(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(B, token_BT.shape[1], *x.shape[3:])
-
-    logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
-    start = StepOutput(logits_BV, tail, _zero_mass(model.config, tail, frozen, attention_mass))
-    chunks = (split_chunks(token_BT), split_chunks(position_BT))
-    out, sites = jax.lax.scan(run_chunk, start, chunks)
-    return out.replace(sites={name: join_chunks(x) for name, x in sites.items()})
-
-
-def _zero_mass(
-    config: ModelConfig, tail: KVCache, frozen: Segments, attention_mass: MassMode
-) -> jax.Array | None:
-    """Return zeros to accumulate the mass of all slots in; None if it is not requested."""
-    if attention_mass is False:
-        return None
-    layers = (config.num_hidden_layers,) if attention_mass == "layers" else ()
-    slots = sum(s.position_BS.shape[1] for s in (*frozen, tail.tail))
-    return jnp.zeros((*layers, tail.batch, slots), jnp.float32)
+    """Run one pass of a prompt, of which length_B is the whole length."""
+    column_C = jnp.arange(token_BC.shape[1], dtype=jnp.int32)[None]
+    last_B = jnp.argmax(jnp.where(position_BC >= 0, column_C, -1), axis=1)
+    out = run_and_commit(
+        model, params, frozen, tail, token_BC, position_BC, names,
+        length_B=length_B, column_B=last_B, attention_mass=attention_mass, edits=edits,
+    )  # fmt: skip
+    return out.replace(logits=out.logits[:, 0])
 
 
 def _compile_step(step: Any, static_argnums: tuple[int, ...]) -> tuple[Any, Any]:
@@ -311,4 +270,4 @@ def _compile_step(step: Any, static_argnums: tuple[int, ...]) -> tuple[Any, Any]
 
 
 DECODE_STEP = _compile_step(_decode_step, (2, 7, 8))
-PREFILL = _compile_step(_prefill, (2, 7, 8, 9))
+PREFILL = CachedJit(_prefill, static_argnums=(2, 8, 9), donate_argnums=0)

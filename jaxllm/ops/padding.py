@@ -12,8 +12,8 @@ def next_power_of_two(n: int, minimum: int = 1) -> int:
 
 
 def bucket_size(tokens: int) -> int:
-    """Return the cache capacity for this many tokens: a power of two of at least 128."""
-    return next_power_of_two(tokens, 128)
+    """Return the cache capacity for this many tokens: a power of two of at least 512."""
+    return next_power_of_two(tokens, 512)
 
 
 def pad_rows(

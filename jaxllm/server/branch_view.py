@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.errors import NonFiniteError, TokenError
+from jaxllm.errors import NonFiniteError
 from jaxllm.ops.padding import bucket_size, next_power_of_two
 from jaxllm.steps import forward, prefill
 from jaxllm.text.detokenizer import Detokenizer
@@ -86,13 +86,12 @@ def _read_text(
     """Return the text that a token completes, and its name if there is none."""
     if tokenizer is None or detokenizer is None:
         return {"text": "", "name": str(token)}
-    try:
-        text = detokenizer.push(token)
-        if text:
-            return {"text": text}
-        raw = tokenizer.token_bytes(token)
-        if raw is None or token in tokenizer.special_ids:
-            return {"text": "", "name": tokenizer.token(token)}
-        return {"text": "", "name": "".join(f"<0x{byte:02X}>" for byte in raw)}
-    except TokenError:  # the embedding has more rows than the vocabulary has tokens
+    if token not in tokenizer:  # the embedding has more rows than the vocabulary has tokens
         return {"text": "", "name": str(token)}
+    text = detokenizer.push(token)
+    if text:
+        return {"text": text}
+    raw = tokenizer.token_bytes(token)
+    if raw is None or token in tokenizer.special_ids:
+        return {"text": "", "name": tokenizer.token(token)}
+    return {"text": "", "name": "".join(f"<0x{byte:02X}>" for byte in raw)}

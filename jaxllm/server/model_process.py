@@ -400,7 +400,8 @@ class ModelProcess:
         tokenizer = self.lm.tokenizer
         if tokenizer is None:
             return b""
-        return self._bytes_V[token] or tokenizer.token(token).encode()
+        name = tokenizer.token(token).encode()  # of an id without a token: empty
+        return (self._bytes_V[token] or name) if name else name
 
     @cached_property
     def _bytes_V(self) -> list[bytes]:

@@ -21,6 +21,7 @@ class Detokenizer:
     * A character appears in the piece that completes it. Invalid bytes appear as U+FFFD as soon as
       they are known to be invalid: after at most three more tokens.
     * Special tokens are skipped, as in `decode`; with `skip_special=False` they appear as written.
+      An id without a token is skipped too.
     * With `prompt`, the text continues the prompt's (in Llama, with a leading space).
     """
 
@@ -32,7 +33,7 @@ class Detokenizer:
         self._skip_ids = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._previous: list[int] = []
-        shown = (index for index in reversed(prompt) if int(index) not in self._skip_ids)
+        shown = (index for index in reversed(prompt) if self._has_text(index))
         for index in reversed(list(islice(shown, _LONGEST_CHARACTER))):
             self.push(index)
 
@@ -40,16 +41,19 @@ class Detokenizer:
         """Return the text that this token completes, or "" while a character is incomplete.
 
         Raises:
-          TokenError: the id is not a token of the tokenizer; the state is unchanged.
+          TokenError: the id is not a whole number from 0 up; the state is unchanged.
         """
-        raw = self._tokenizer.token_bytes(token_id)
-        if int(token_id) in self._skip_ids:
+        if not self._has_text(token_id):
             return ""
+        raw = self._tokenizer.token_bytes(token_id)
         previous, self._previous = self._previous, [int(token_id)]
         if raw is not None:
             return self._utf8.decode(raw)
         before = self._decode(previous)
         return self.flush() + self._decode([*previous, token_id])[len(before) :]
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id in self._tokenizer and int(token_id) not in self._skip_ids
 
     def flush(self) -> str:
         """Return the rest at the end: U+FFFD for an incomplete character, else ""."""

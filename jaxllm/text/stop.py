@@ -1,6 +1,7 @@
 """Stop strings: matched across token boundaries, and never part of the output."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 from jaxllm.errors import SamplingError
 
@@ -8,7 +9,8 @@ from jaxllm.errors import SamplingError
 class StopStrings:
     """A filter of streamed text that ends it before the first stop string.
 
-    Text that may be the start of a stop string is held back until it is known not to be.
+    Text that may be the start of a stop string is held back until it is known not to be. Hidden
+    text, of special tokens, is matched too, but never part of the output.
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
@@ -19,12 +21,14 @@ class StopStrings:
         self.strings = tuple(strings)
         self.has_matched = False
         self._pending = ""
+        self._shown: list[bool] = []  # of each pending character
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, hidden: bool = False) -> str:
         """Add text; returns what certainly precedes any stop string."""
         if self.has_matched:
             return ""
         self._pending += text
+        self._shown += [not hidden] * len(text)
         starts = [i for s in self.strings if (i := self._pending.find(s)) >= 0]
         if starts:
             self.has_matched = True
@@ -36,7 +40,8 @@ class StopStrings:
         return "" if self.has_matched else self._release(len(self._pending))
 
     def _release(self, end: int) -> str:
-        text, self._pending = self._pending[:end], self._pending[end:]
+        text = "".join(compress(self._pending[:end], self._shown))
+        self._pending, self._shown = self._pending[end:], self._shown[end:]
         return text
 
     def _partial_length(self) -> int:

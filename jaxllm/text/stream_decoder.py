@@ -8,7 +8,10 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 class StreamDecoder:
-    """The text of one row's continuation. Without a tokenizer all text is empty."""
+    """The text of one row's continuation. Without a tokenizer all text is empty.
+
+    A special token counts as its name in stop strings that contain this name, as in transformers.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop_strings: Sequence[str] = ()
@@ -16,6 +19,10 @@ class StreamDecoder:
         """Raises SamplingError for an empty stop string."""
         self._detokenizer = Detokenizer(tokenizer, prompt=prompt) if tokenizer else None
         self._stop = StopStrings(stop_strings)
+        self._names = dict[int, str]()  # of special tokens that occur in stop strings
+        if tokenizer is not None and stop_strings:
+            named = ((index, tokenizer.token(index)) for index in tokenizer.special_ids)
+            self._names = {i: name for i, name in named if any(name in s for s in stop_strings)}
         self._text = ""
         self._token_count = 0
 
@@ -27,9 +34,8 @@ class StreamDecoder:
     def push(self, token: int) -> str:
         """Read one more token; returns the text that is now final."""
         self._token_count += 1
-        return self._append(
-            self._stop.push(self._detokenizer.push(token) if self._detokenizer else "")
-        )
+        text = self._stop.push(self._detokenizer.push(token) if self._detokenizer else "")
+        return self._append(text + self._stop.push(self._names.get(token, ""), hidden=True))
 
     def flush(self) -> str:
         """Return the rest of the text after the last token."""

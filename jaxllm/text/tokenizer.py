@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -151,25 +152,39 @@ class Tokenizer:
         end = [self._require_id("eos", self.eos_id)] if eos else []
         return [*begin, *ids, *end]
 
+    def __contains__(self, index: int) -> bool:
+        """Return whether an id has a token; those that pad a model's embedding have none."""
+        return _check_id(index) in self._tokens
+
+    @lru_cache(maxsize=8)  # noqa: B019 - few tokenizers live in a process
+    def missing_ids(self, size: int, without: tuple[int, ...] = ()) -> tuple[range, ...]:
+        """Return the ids below `size` that have no token, without some."""
+        edges = sorted({-1, size, *without, *(index for index in self._tokens if index < size)})
+        return tuple(range(a + 1, b) for a, b in pairwise(edges) if b > a + 1)
+
+    def unlike_ids(self, other: "Tokenizer") -> list[int]:
+        """Return the ids that are another token in another tokenizer."""
+        sizes = range(max(self.vocab_size, other.vocab_size))
+        return [i for i in sizes if self._tokens.get(i) != other._tokens.get(i)]
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of ids, by default without special tokens.
 
-        Bytes that are not UTF-8 become U+FFFD.
+        Bytes that are not UTF-8 become U+FFFD. An id without a token has no text.
 
         Raises:
-          TokenError: an id is not a token of this tokenizer.
+          TokenError: an id is not a whole number from 0 up.
         """
-        checked = [self._check_id(index) for index in ids]
+        checked = [int(index) for index in ids if index in self]
         tokenizer = self._plain if skip_special else self._parsing
         return tokenizer.decode(checked, skip_special_tokens=skip_special)
 
     def token(self, index: int) -> str:
         """Return a token as the vocabulary spells it ("\u2581the", "<0x0A>"), for display.
 
-        Raises:
-          TokenError: the id is not a token of this tokenizer.
+        An id without a token is spelled "". Raises TokenError as `decode` does.
         """
-        return self._tokens[self._check_id(index)]
+        return self._tokens.get(_check_id(index), "")
 
     def id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
@@ -179,9 +194,7 @@ class Tokenizer:
         """Return the raw bytes of a token, or None if it represents text.
 
         All tokens of a byte-level vocabulary are bytes; in others only byte-fallback tokens are.
-
-        Raises:
-          TokenError: the id is not a token of this tokenizer.
+        Raises TokenError as `decode` does.
         """
         token = self.token(index)
         if self._byte_tokens == "every token":
@@ -195,20 +208,21 @@ class Tokenizer:
             f"bos_id={self.bos_id}, eos_id={self.eos_id})"
         )
 
-    def _check_id(self, index: int) -> int:
-        try:
-            number = operator.index(index)
-        except TypeError as error:
-            kind = type(index).__name__
-            raise TokenError(f"a token id must be an integer: got {kind}") from error
-        if number not in self._tokens:
-            raise TokenError(f"token id {number} is not in the vocabulary of {self!r}")
-        return number
-
     def _require_id(self, role: str, index: int | None) -> int:
         if index is None:
             raise TokenError(f"{self!r} has no {role} token; encode without {role}=True")
         return index
+
+
+def _check_id(index: int) -> int:
+    try:
+        number = operator.index(index)
+    except TypeError as error:
+        kind = type(index).__name__
+        raise TokenError(f"a token id must be an integer: got {kind}") from error
+    if number < 0:
+        raise TokenError(f"a token id must be at least 0: got {number}")
+    return number
 
 
 def _json(directory: Path, tree: dict[str, Any]) -> str:

@@ -266,3 +266,8 @@ def test_until_callback_stops_rows(lm: Any) -> None:
     assert ended.finish_B.tolist() == [Finish.STOP, Finish.LENGTH]
     assert ended.cache.length_B.tolist() == [5 + 3, 5 + 8]
     assert [a for a, _ in seen] == row[:4] + [-1] * 5
+
+
+def test_generate_names_unknown_options() -> None:
+    with pytest.raises(SamplingError, match="no option eos_token_id: did you mean eos_token_ids"):
+        jaxllm.generate(*random_model("llama"), [[1]], max_new_tokens=1, eos_token_id=[])

@@ -1,5 +1,6 @@
 """Searches over branches against brute force, a closed form, and `generate`."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import pytest
 
 import jaxllm
 from jaxllm.cache.kv import count_bytes
-from jaxllm.errors import CapacityError, NonFiniteError, SamplingError, TokenError
+from jaxllm.config.model import ScoreHead
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, SamplingError, TokenError
 from jaxllm.generation.search import (
     Branch,
     _descend,
@@ -213,3 +215,20 @@ def test_bad_searches_are_refused(lm: Any) -> None:
             search(lm[0], bad, PROMPT, **options)
     with pytest.raises(SamplingError, match="c must be a number of at least 0, got -1"):
         mcts(*lm, PROMPT, max_new_tokens=3, budget=4, c=-1)
+
+
+def test_searches_need_probabilities_of_tokens(lm: Any) -> None:
+    """A model with a score head is refused; its prefill gives what its `forward` gives."""
+    config = dataclasses.replace(lm[0].config, score=ScoreHead(labels=("a", "b")))
+    weight = np.linspace(-1, 1, 2 * config.hidden_size, dtype=np.float32).reshape(2, -1)
+    judge: Any = lm[0].clone(config=config), {**lm[1], "score": {"weight": weight}}
+    options: Any = {"max_new_tokens": 2, "budget": 4}
+    for search in (best_first, mcts):
+        with pytest.raises(ConfigError, match="score head"):
+            search(*judge, PROMPT, **options)
+    with pytest.raises(ConfigError, match="score head"):
+        best_of(*judge, PROMPT, 2, max_new_tokens=2, sampler=jaxllm.Sampler())
+    found = jaxllm.prefill(*judge, jaxllm.init_cache(judge[0], 1, 16), [PROMPT]).logits
+    expected = jaxllm.forward(*judge, None, [PROMPT]).logits[:, -1]
+    assert found.shape == (1, 2)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -1,6 +1,7 @@
 """Speculative decoding: the text of plain decoding, or the distribution of plain sampling."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +12,15 @@ from scipy import stats
 
 import jaxllm
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
-from jaxllm.generation.loops import rejection_sampling
+from jaxllm.generation.loops import rejection_sampling, speculative
+from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
-from jaxllm.generation.loops.speculative import SpeculativeResult, speculative_generate
+from jaxllm.generation.loops.speculative import (
+    SpeculativeResult,
+    check_draft_vocabulary,
+    speculative_generate,
+)
 from jaxllm.generation.sampling.sampler import (
     Context,
     Processor,
@@ -96,6 +102,51 @@ def test_speculative_greedy_equals_plain_greedy(name: str) -> None:
     if name == "itself":
         assert ended.accepted_B.tolist() == ended.proposed_B.tolist()
     assert ended.cache.length_B[0] == 2 + ended.length_B[0] - 1
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cost", "least"),
+    [
+        pytest.param(0.1, 2.5, 0.94, id="prose, which lookup makes slower"),
+        pytest.param(0.0, 6.0, 0.85, id="a pass of six rows costs six"),
+        pytest.param(1.5, 2.5, 0.94, id="as fast as plain decoding"),
+        pytest.param(4.5, 2.5, 2.0, id="code, most of it copied"),
+    ],
+)
+def test_draft_that_does_not_pay_rests(accepted: float, cost: float, least: float) -> None:
+    """1,000 tokens take about as long as the faster way; a pass with a draft is `cost` passes."""
+    now = 0.0
+    pace = DraftPace(clock=lambda: now)
+    written, drafting = 0.0, 0
+    while written < 1000:
+        drafts, rounds, began = pace.drafts, pace.left, pace.clock()
+        now += rounds * (cost if drafts else 1.0)
+        pace.record(rounds, rounds * (1 + accepted if drafts else 1.0), pace.clock() - began)
+        written += rounds * (1 + accepted if drafts else 1.0)
+        drafting += rounds * drafts
+    assert written / now > least
+    if 1 + accepted < cost:
+        assert drafting < 40
+
+
+def test_resting_draft_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that rests and is tried again changes no token, and reads what it has missed."""
+
+    class Turns:
+        """Four rounds without the draft, then one with it, and so on."""
+
+        drafts, left, clock = False, 4, staticmethod(lambda: 0.0)
+
+        def record(self, rounds: int, tokens: float, seconds: float) -> None:
+            assert tokens > 0
+            self.drafts, self.left = not self.drafts, 4 if self.drafts else 1
+
+    monkeypatch.setattr(speculative, "DraftPace", Turns)
+    options: Any = {"lengths_B": np.array([2, 7, 9]), "max_new_tokens": [17, 9, 24]}
+    result = assert_equals_generate(TARGET, tokens(3, 9), TARGET, **options)
+    assert result.accepted_B.tolist() == result.proposed_B.tolist()  # so its cache is right
+    # 1 token after the prompt, then 4 alone, 5 with a draft (the model itself), 4 alone, ...
+    assert result.rounds_B.tolist() == [10, 5, 15]
 
 
 @pytest.mark.parametrize("draft", ["itself", "an adversary", "another family", "prompt lookup"])
@@ -404,8 +455,10 @@ def test_speculative_refuses_invalid_arguments() -> None:
         options = {"draft": TARGET, "max_new_tokens": 4, **options}
         return speculative_generate(model, params, tokens(3, prompt), **options)
 
+    lms = [SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=n)),
+                           tokenizer=None) for n in (131, 97)]  # fmt: skip
     with pytest.raises(SamplingError, match="vocabulary has 97 tokens, expected 131"):
-        call(draft=random_model("llama", vocab_size=97))
+        check_draft_vocabulary(*lms)
     with pytest.raises(SamplingError, match="num_draft_tokens must be a whole number from 1 to"):
         call(num_draft_tokens=0)
     with pytest.raises(SamplingError, match="max_new_tokens"):

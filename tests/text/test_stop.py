@@ -1,10 +1,15 @@
 """Stop strings, compared with a plain search in the whole text."""
 
 import pytest
+import torch
+import transformers
 from hypothesis import given, strategies as st
 
+from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import SamplingError
 from jaxllm.text.stop import StopStrings
+from jaxllm.text.stream_decoder import StreamDecoder
+from jaxllm.text.tokenizer import Tokenizer
 
 letters = st.text("ab", min_size=1, max_size=4)
 
@@ -52,3 +57,25 @@ def test_stop_strings_hold_back_possible_prefixes() -> None:
 def test_stop_strings_refuse_invalid_values(strings: list[str]) -> None:
     with pytest.raises(SamplingError, match="stop_strings"):
         StopStrings(strings)
+
+
+def test_stop_strings_match_special_tokens() -> None:
+    """A stop string with a special token ends where transformers' criterion ends the text, and the
+    token is no part of the output.
+    """
+    ours = Tokenizer.from_directory(DEMO_DIR / "llama")
+    theirs = transformers.AutoTokenizer.from_pretrained(DEMO_DIR / "llama")
+    [pad] = ours.encode("<|pad|>", parse_special=True)
+    one, two, line = (ours.encode(text) for text in (" one", " two", "\n"))
+    for string, ids, text in (
+        ("<|pad|>", [*one, pad, *two], " one"),
+        ("<|pad|>\n", [*one, pad, *two, pad, *line, *one], " one two"),
+        (" two<|pad|>", [*one, *two, *one, *two, pad], " one two one"),
+    ):
+        criterion = transformers.StopStringCriteria(theirs, [string])
+        stops = [bool(criterion(torch.tensor([ids[:n]]), None)) for n in range(1, len(ids) + 1)]
+        decoder, shown = StreamDecoder(ours, one, [string]), ""
+        for token, stop in zip(ids[: stops.index(True) + 1], stops, strict=False):
+            shown += decoder.push(token)
+            assert decoder.has_stopped == stop
+        assert shown == text

@@ -115,9 +115,9 @@ def test_encode_refuses_missing_bos_and_eos(write_json: Callable[..., Path]) -> 
         tokenizer.encode("a", eos=True)
 
 
-def test_decode_refuses_ids_outside_vocabulary(byte_level: Path) -> None:
+def test_decode_refuses_what_is_no_id(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
-    for bad in (-1, tokenizer.vocab_size, 2**40, 1.5, "1", None):
+    for bad in (-1, 1.5, "1", None):
         with pytest.raises(TokenError):
             tokenizer.decode([0, bad])  # type: ignore[list-item]
         with pytest.raises(TokenError):

@@ -27,7 +27,7 @@ from jaxllm.generation.batching.slots import (
 )
 from jaxllm.generation.loops.finish import NO_TOKEN, put_rows, take_rows
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, last_tokens, look_up_draft
-from jaxllm.generation.loops.speculative import check_draft
+from jaxllm.generation.loops.speculative import check_draft, fit_logits
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.runtime.multihost import to_host
@@ -63,12 +63,12 @@ def open_draft(
     """Return the draft of a serving loop with this empty cache.
 
     Raises:
-        SamplingError: For another vocabulary, or no tokens to propose.
+        SamplingError: For no tokens to propose.
         ConfigError: If the texts would not be those without a draft, or exceed its positions.
     """
     if source is None:
         return NO_DRAFT
-    check_draft(source, model.config)
+    check_draft(source)
     config, slots = model.config, min(cache.capacity, model.config.position_limit)
     width = check_int("draft_tokens", width, 1, config.position_limit)
     if not has_invariant_rows(model, params):
@@ -118,7 +118,8 @@ def catch_up(
         if stop > start:
             text_BL = to_host(token_BL) if text_BL is None else text_BL
             at_T = np.arange(start, stop)
-            runs.append(TokenRun((row,), at_T, text_BL[row, at_T], at_T, at_T, at_T < 0, stop))
+            token_T = np.minimum(text_BL[row, at_T], draft.source.config.vocab_size - 1)
+            runs.append(TokenRun((row,), at_T, token_T, at_T, at_T, at_T < 0, stop))
     if not runs:
         return draft, ran
     end_B = np.full(cache.batch, cache.capacity, np.int32)
@@ -140,11 +141,13 @@ def propose_tokens(
     samplers: Samplers,
     kind_KR: jax.Array,
     limit_R: jax.Array,
+    size: int,
 ) -> tuple[jax.Array, Segment | None]:
     """Propose `width` tokens in each row, or fewer and then -1; return `[R, width]`, and the tail.
 
     A draft model draws with the keys that the target uses at these positions, on copies of the
-    sampler and the text. row_R: as in `Microbatch`. limit_R: length at which the text ends.
+    sampler and the text. row_R: as in `Microbatch`. limit_R: length at which the text ends. size:
+    the number of the target's logits.
     """
     if isinstance(source, PromptLookup):
         return look_up_draft(context, source.ngram, width), tail
@@ -166,8 +169,10 @@ def propose_tokens(
             member_RB=None,
         )
         out, tail, _ = run_own_slots(tail, (), source, params, places, None, "logits")
-        drawn, *state = draw_by_kind(context, samplers, kind_KR & live_R[None], out[:, 0])
-        return (tail, *state), jnp.where(live_R & drawn.finite_B, drawn.token_B, NO_TOKEN)
+        logits_RV, mine_KR = fit_logits(out[:, 0], size), kind_KR & live_R[None]
+        drawn, *state = draw_by_kind(context, samplers, mine_KR, logits_RV)
+        good_R = live_R & jnp.isfinite(out[:, 0]).all(axis=1)
+        return (tail, *state), jnp.where(good_R, drawn.token_B, NO_TOKEN)
 
     # The last token but one has not run if all proposals were accepted.
     carry, first_R = draft_token((tail, context, samplers), 2)

@@ -133,7 +133,7 @@ def decode_burst(
     model, source = models
     blank = jnp.zeros((burst, width + 1, *live_R.shape))
     whole, no = blank.astype(jnp.int32), blank.astype(bool)
-    results = Drawn(whole, blank, no, draft_B=whole, valid_B=no)
+    results = Drawn(whole, blank, no, draft_B=whole if width else None, valid_B=no)
     if top:
         blank = jnp.zeros((*blank.shape, top))
         results = results._replace(top_token_BN=blank.astype(jnp.int32), top_logprob_BN=blank)
@@ -148,8 +148,9 @@ def decode_burst(
         token_RT = last_tokens(context, 1)  # in the text, but has not run
         if source is not None:
             draft_RK, its_tail = propose_tokens(
-                source, params[1], its_tail, width, row_R, context, samplers, kind_KR, limit_R
-            )
+                source, params[1], its_tail, width, row_R, context, samplers, kind_KR, limit_R,
+                model.config.vocab_size,
+            )  # fmt: skip
             ends_RK = (draft_RK[:, :, None] == eos_RE[:, None]).any(axis=2)
             draft_RK = mask_draft(draft_RK, limit_R - context.length_B - 1, ends_RK)
             token_RT = jnp.concatenate([token_RT, draft_RK], axis=1)
@@ -192,7 +193,7 @@ def decode_burst(
             )
             ends_R = (drawn.token_B[:, None] == eos_RE).any(axis=1) | ~drawn.finite_B
             ends_R |= context.length_B >= limit_R
-            drawn = drawn._replace(draft_B=draft_R, valid_B=going_R)
+            drawn = drawn._replace(draft_B=draft_R if width else None, valid_B=going_R)
             ended_R |= going_R & ends_R
             going_R &= ~ends_R & (drawn.token_B == draft_R)
             return (going_R, ended_R, context, samplers), drawn

@@ -22,7 +22,7 @@ from jaxllm.generation.batching.batched_sampling import (
     fit_sampler,
     stack_sampler,
 )
-from jaxllm.generation.batching.drafting import DraftSource, open_draft
+from jaxllm.generation.batching.drafting import NO_DRAFT, DraftSource, open_draft
 from jaxllm.generation.batching.multi_step import plan_rounds, run_burst
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store, read_prefix
 from jaxllm.generation.batching.requests import (
@@ -49,6 +49,7 @@ from jaxllm.generation.batching.slots import (
     split_chunks,
     split_microbatches,
 )
+from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.models.edits import Apply
@@ -105,7 +106,8 @@ def serve(
             They run once, and all rows read their keys and values in place. A prompt uses as many
             tokens of one as it begins with, unless the request has an adapter or edits.
         draft: As in `speculative_generate`: where all rows decode, each proposes tokens, and one
-            pass of the model yields those that it would have drawn. Tokens and log-probabilities
+            pass of the model yields those that it would have drawn. It rests while the rows write
+            faster without it. Tokens and log-probabilities
             have the same bits as without.
         draft_tokens: Maximum number of tokens to propose per row and pass.
 
@@ -113,7 +115,7 @@ def serve(
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
         ConfigError: If a prefix cache or shared prefix is given for a model with a memory
             (Infini-attention), or a draft for a model without invariant rows.
-        SamplingError: For a draft with another vocabulary.
+        SamplingError: For something else as a draft.
     """
     check_model(model, params)
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
@@ -128,7 +130,7 @@ def serve(
     chunk = max(chunk, store.multiple)
     its = open_draft(draft, draft_tokens, model, params, cache)
     now = ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
-    source, more = iter(requests), True
+    source, more, pace = iter(requests), True, DraftPace()
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or now.active:
         while more and len(now.active) < rows:
@@ -158,6 +160,10 @@ def serve(
                 yield seat.make_event(Finish.CANCELLED, step)
         if not now.active:
             continue
+        held, began = now.draft, pace.clock()
+        decodes = bool(held.width) and all(seat.can_burst for seat in now.active.values())
+        if decodes and not pace.drafts:
+            now = now._replace(draft=NO_DRAFT)
         now, rounds = plan_rounds(now, burst, chunk)
         if rounds:
             now, steps = run_burst(model, params, now, burst, rounds, few_rows)
@@ -173,6 +179,12 @@ def serve(
                 seat = now.active[run.rows[0]]
                 ran = range(seat.num_run, seat.num_run + run.index_T.size)
                 store.add(now.cache.tail, run.rows[0], seat.prefix, ran)
+        if now.draft is NO_DRAFT:
+            now = now._replace(draft=held)
+        if decodes and (rounds or not pace.drafts):
+            count = max(len(steps) // (its.width + 1) if pace.drafts else len(steps), 1)
+            tokens = sum(map(len, steps)) / len(now.active)
+            pace.record(count, tokens, pace.clock() - began)
         for drawn in steps:
             runs = [
                 run

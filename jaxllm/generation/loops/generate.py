@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
-from jaxllm.errors import SamplingError
+from jaxllm.errors import SamplingError, suggest_name
 from jaxllm.generation.loops.capacity import (
     check_capacity,
     check_continuation,
@@ -188,6 +188,9 @@ def stream(
 
 def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     """Return `until` and the other options."""
+    for name in options.keys() - GenerateKwargs.__annotations__.keys():
+        known = suggest_name(name, GenerateKwargs.__annotations__)
+        raise SamplingError(f"generate has no option {name:.60}{known}")
     until = options.get("until")
     if until is not None and not callable(until):
         raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
@@ -259,7 +262,7 @@ def _prefill(
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
     reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
-    reading |= {"donate": fresh, "edits": checked}
+    reading["edits"] = checked
     prepare_prefill(model, params, cache, tokens_BT, **reading)
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
     constants = LoopConstants(params, (), limits, checked, names)
@@ -289,7 +292,7 @@ def _prefill(
         if budget_B.max() > 1:
             args = _program_arguments(model, constants, cache, state, attention_mass)
             program.prepare(*args)
-    out = prefill(model, params, cache, tokens_BT, **reading)
+    out = prefill(model, params, cache, tokens_BT, donate=fresh, **reading)
     state = state.replace(mass=out.attention_mass)
     return constants, out.cache, _SAMPLE(limits, state, out.logits)
 

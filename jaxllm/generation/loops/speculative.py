@@ -10,6 +10,9 @@ The other rule, "distribution" (Leviathan et al. 2023, algorithm 1; Chen et al. 
 more draft tokens. Sampled tokens then have the target's distribution after its processors, but each
 draft gives another text.
 
+A draft that does not pay for its passes is left off for a while (`draft_pace`). Text is the same;
+with "distribution" it would be another, so there the draft is always used.
+
 Rows accept different numbers of tokens and cannot share a cursor, so in these caches a token's slot
 is its position. Each row writes at the end of its own text and overwrites rejected tokens. Nothing
 is compacted, and the caches are no larger than those of plain decoding.
@@ -29,6 +32,7 @@ from jaxllm.cache.kv import Delta, KVCache, cast_delta, init_cache
 from jaxllm.cache.slot_update import write_slots
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, SamplingError
+from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import (
     NO_TOKEN,
     Finish,
@@ -59,10 +63,14 @@ from jaxllm.generation.sampling.sampler import (
 from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
 from jaxllm.ops.row_sums import softmax
+from jaxllm.runtime import multihost
+from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import prefill, run_model
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+
+_CATCH_UP = 16  # tokens that a draft model runs at once of those written without it
 
 
 class DraftStats(NamedTuple):
@@ -167,8 +175,8 @@ def speculative_generate(
     Only new shapes, models and values of num_draft_tokens compile.
 
     Args:
-        draft: A model with the same vocabulary and its parameters, in any format and precision, or
-            a `PromptLookup`.
+        draft: A model with the same tokenizer and its parameters, in any format and precision, or
+            a `PromptLookup`. The embedding may have other rows past the tokenizer's ids.
         num_draft_tokens: Maximum number of tokens to propose per target pass.
         sampler: Applies to both models.
         acceptance: "text": the text of `generate` with the same seed. "distribution": sampled
@@ -176,7 +184,7 @@ def speculative_generate(
         Others as for `generate`.
 
     Raises:
-        SamplingError: For a draft with another vocabulary, or numbers below 1.
+        SamplingError: For something else as a draft, or numbers below 1.
         CapacityError: If the text exceeds either model's positions.
         ConfigError: If dynamic RoPE would change a model's angles with the text's length.
         JaxllmError: Whatever else `prefill` raises.
@@ -185,7 +193,7 @@ def speculative_generate(
     check_sampler(sampler)
     if acceptance not in get_args(Acceptance):
         raise SamplingError(f"acceptance must be 'text' or 'distribution', got {acceptance!r:.40}")
-    check_draft(draft, model.config)
+    check_draft(draft)
     tokens_BT, prompt_B = check_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
     budget_B = token_budgets(max_new_tokens, B)
@@ -202,7 +210,7 @@ def speculative_generate(
             one,
             its_params,
             init_cache(one, B, bucket_size(T + longest - 1)),
-            tokens_BT,
+            np.minimum(tokens_BT, one.config.vocab_size - 1),
             lengths_B=prompt_B,
             chunk=chunk,
             donate=True,
@@ -215,16 +223,27 @@ def speculative_generate(
     limit_B, running_B = prompt_B + budget_B, np.full(B, Finish.RUNNING, np.int32)
     arrays = jax.device_put((token_BL, prompt_B, limit_B, eos_E, running_B))
     token_BL, start_B, limit_B, eos_E, running_B = arrays
-    end = _decode_loop(
-        model,
-        draft if isinstance(draft, PromptLookup) else draft[0],
-        num_draft_tokens,
-        [its_params for _, its_params in pairs],
-        LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E, acceptance),
-        TextState(token_BL, start_B, running_B, sampler.begin(B)),
-        starts[0].logits,
-        [start.cache for start in starts],
-    )
+    loop_inputs = LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E, acceptance)
+    text = TextState(token_BL, start_B, running_B, sampler.begin(B))
+    end = _begin(loop_inputs, text, starts[0].logits, [start.cache for start in starts])
+    # What is drawn must not depend on the clock, nor processes differ.
+    exact = acceptance == "text" or sampler.greedy
+    pace = DraftPace() if exact and not multihost.is_multiprocess() else None
+    source = draft if isinstance(draft, PromptLookup) else draft[0]
+    all_params = [its_params for _, its_params in pairs]
+    before = _progress(end)
+    while before.running:
+        drafts, count = (True, longest) if pace is None else (pace.drafts, pace.left)
+        began = 0.0 if pace is None else pace.clock()
+        end = _run_rounds(
+            model, source, num_draft_tokens, all_params, loop_inputs, end, drafts, np.int32(count)
+        )
+        now = _progress(end)
+        if pace is not None:
+            rows = (now.rows - before.rows) / (now.rounds - before.rounds)
+            tokens = (now.tokens - before.tokens) / rows
+            pace.record(now.rounds - before.rounds, tokens, pace.clock() - began)
+        before = now
     at_BT = prompt_B[:, None] + np.arange(longest)[None]
     return SpeculativeResult(
         jax.device_put(np.take_along_axis(np.asarray(end.text.token_BL), at_BT, axis=1)),
@@ -238,8 +257,8 @@ def speculative_generate(
     )
 
 
-def check_draft(draft: Any, config: ModelConfig) -> None:
-    """Raise SamplingError unless this is a draft for a model with this configuration."""
+def check_draft(draft: Any) -> None:
+    """Raise SamplingError unless this is a draft."""
     if isinstance(draft, PromptLookup):
         return
     if not isinstance(draft, tuple | list) or len(draft) != 2:
@@ -248,11 +267,45 @@ def check_draft(draft: Any, config: ModelConfig) -> None:
             " an LM, pass (lm.model, lm.params)"
         )
     check_model(*draft)
-    if (size := draft[0].config.vocab_size) != config.vocab_size:
-        raise SamplingError(
-            f"the draft's vocabulary has {size} tokens, expected {config.vocab_size}. Use a draft"
-            " with the model's tokenizer"
-        )
+
+
+def check_draft_vocabulary(target: Any, draft: Any) -> None:
+    """Raise SamplingError unless a draft LM has the vocabulary of an LM.
+
+    Embeddings of one tokenizer may have different numbers of rows without a token.
+    """
+    sizes = target.model.config.vocab_size, draft.model.config.vocab_size
+    ours, its = target.tokenizer, draft.tokenizer
+    if len({*sizes}) == 1 or (ours and its and not ours.unlike_ids(its)):
+        return
+    raise SamplingError(
+        f"the draft's vocabulary has {sizes[1]} tokens, expected {sizes[0]}. Use a draft"
+        " with the model's tokenizer"
+    )
+
+
+def fit_logits(logits_BV: jax.Array, size: int) -> jax.Array:
+    """Return a draft's logits with the target's number of rows; a row that it lacks gets -inf."""
+    missing = size - logits_BV.shape[1]
+    padding = ((0, 0), (0, max(missing, 0)))
+    return jnp.pad(logits_BV[:, :size], padding, constant_values=-jnp.inf)
+
+
+class _Progress(NamedTuple):
+    """Whether a row runs, and sums over the rows: their rounds and tokens; rounds of any row."""
+
+    running: bool
+    rounds: int
+    rows: int
+    tokens: int
+
+
+def _progress(state: RoundState) -> _Progress:
+    finish_B, rounds_B, length_B = to_host(
+        (state.text.finish_B, state.rounds_B, state.text.length_B)
+    )
+    running = bool((finish_B == Finish.RUNNING).any())
+    return _Progress(running, int(rounds_B.max()), int(rounds_B.sum()), int(length_B.sum()))
 
 
 def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
@@ -266,30 +319,39 @@ def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
             )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=7)
-def _decode_loop(
+@partial(jax.jit, donate_argnums=3)
+def _begin(
+    inputs: LoopInputs, text: TextState, logits_BV: jax.Array, caches: list[KVCache]
+) -> RoundState:
+    """Choose the first token from the prompt's logits."""
+    zeros_B = jnp.zeros_like(text.length_B)
+    nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
+    text, _ = _accept_tokens(inputs, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
+    return RoundState(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B, zeros_B)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def _run_rounds(
     model: Model,
     draft: Model | PromptLookup,
     width: int,
     params: list[Params],
     inputs: LoopInputs,
-    text: TextState,
-    logits_BV: jax.Array,
-    caches: list[KVCache],
+    start: RoundState,
+    drafts: jax.Array,
+    count: jax.Array,
 ) -> RoundState:
-    """Choose the first token from the prompt's logits, then run rounds until all rows end."""
-    zeros_B = jnp.zeros_like(text.length_B)
-    nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
-    text, _ = _accept_tokens(inputs, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
+    """Run up to `count` rounds, until all rows end. drafts: whether these use the draft."""
 
-    def is_unfinished(state: RoundState) -> jax.Array:
-        return (state.text.finish_B == Finish.RUNNING).any()
+    def is_unfinished(carry: tuple[jax.Array, RoundState]) -> jax.Array:
+        done, state = carry
+        return (done < count) & (state.text.finish_B == Finish.RUNNING).any()
 
-    def run_round(state: RoundState) -> RoundState:
-        return _run_round(model, draft, width, params, inputs, state)
+    def run_round(carry: tuple[jax.Array, RoundState]) -> tuple[jax.Array, RoundState]:
+        done, state = carry
+        return done + 1, _run_round(model, draft, width, params, inputs, state, drafts)
 
-    start = RoundState(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B, zeros_B)
-    return jax.lax.while_loop(is_unfinished, run_round, start)
+    return jax.lax.while_loop(is_unfinished, run_round, (jnp.zeros((), jnp.int32), start))[1]
 
 
 def _run_round(
@@ -299,28 +361,58 @@ def _run_round(
     params: list[Params],
     inputs: LoopInputs,
     state: RoundState,
+    drafts: jax.Array,
 ) -> RoundState:
     """Propose up to `width` tokens per row, score them in one pass, and keep the accepted ones."""
     text, cache = state.text, state.caches[0]
     running_B = text.finish_B == Finish.RUNNING
     room_B = jnp.where(running_B & ~state.retry_B, inputs.limit_B - text.length_B - 1, 0)
+    room_B = jnp.where(drafts, room_B, 0)
     if isinstance(draft, PromptLookup):
         rest, draft_BK, q_KBV = [], look_up_draft(text, draft.ngram, width), None
     else:
-        proposal = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
-        rest, draft_BK, q_KBV = [proposal[0]], *proposal[1:]
+
+        def propose(cache: KVCache) -> Any:
+            size = model.config.vocab_size
+            return _propose_tokens(draft, params[1], width, inputs, text, cache, room_B, size)
+
+        def propose_nothing(cache: KVCache) -> Any:
+            _, token, q = jax.eval_shape(propose, cache)
+            nothing = jnp.full(token.shape, NO_TOKEN, token.dtype)
+            return cache, nothing, None if q is None else jnp.zeros(q.shape, q.dtype)
+
+        its_cache, draft_BK, q_KBV = jax.lax.cond(drafts, propose, propose_nothing, state.caches[1])
+        rest = [its_cache]
     draft_BK = mask_draft(draft_BK, room_B, is_eos(draft_BK, inputs.eos_E))
     token_BT = jnp.concatenate([last_tokens(text, 1), draft_BK], axis=1)
     real_BT = (token_BT >= 0) & running_B[:, None]
     column = jnp.arange(-1, width, dtype=jnp.int32)[None]
     position_BT = jnp.where(real_BT, text.length_B[:, None] + column, -1)
-    trace, delta, _ = run_model(model, params[0], cache.segments, token_BT, position_BT)
-    finite_B = (jnp.isfinite(trace.logits).all(axis=2) | ~real_BT).all(axis=1)
+
+    def run_columns(token_BT: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, Delta]:
+        trace, delta, _ = run_model(model, params[0], cache.segments, token_BT, position_BT)
+        return trace.logits, delta
+
+    def run_first_column(token_BT: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, Delta]:
+        padding = ((0, 0), (0, width))
+        return jax.tree.map(
+            lambda x: jnp.pad(x, (*padding, *[(0, 0)] * (x.ndim - 2))),
+            run_columns(token_BT[:, :1], position_BT[:, :1]),
+        )
+
+    # Empty columns cost as much as others.
+    logits_BTV, delta = jax.lax.cond(
+        real_BT[:, 1:].any(), run_columns, run_first_column, token_BT, position_BT
+    )
+    delta = delta.replace(position_BS=position_BT)
+    finite_B = (jnp.isfinite(logits_BTV).all(axis=2) | ~real_BT).all(axis=1)
     alone_B = running_B & ~finite_B & real_BT[:, 1]
     text, accepted_B = _accept_tokens(
-        inputs, text, running_B & ~alone_B, trace.logits, draft_BK, q_KBV
+        inputs, text, running_B & ~alone_B, logits_BTV, draft_BK, q_KBV
     )
     next_B = jnp.where(running_B, text.length_B - 1, cache.next_position_B)
+    # Rejected tokens leave the draft's cache now: it may not draft in the next round.
+    rest = [rewind(one, to=jnp.minimum(one.next_position_B, next_B)) for one in rest]
     return RoundState(
         text,
         [rewind(_write_delta(cache, delta), to=next_B), *rest],
@@ -391,8 +483,9 @@ def _propose_tokens(
     text: TextState,
     cache: KVCache,
     room_B: jax.Array,
+    size: int,
 ) -> tuple[KVCache, jax.Array, jax.Array | None]:
-    """Propose tokens with a draft model, -1 if its logits are not finite.
+    """Propose tokens with a draft model, -1 if its logits are not finite. size: the target's rows.
 
     Returns the draft's cache, the tokens, and the distributions that they were drawn from.
     """
@@ -406,11 +499,12 @@ def _propose_tokens(
             model, params, cache.segments, token_BT, position_BT, column_B=last_B
         )
         logits_BV, key_B = trace.logits[:, 0], inputs.position_keys(text.length_B)
+        good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
+        logits_BV = fit_logits(logits_BV, size)
         exact = inputs.acceptance == "text" or text.sampler.greedy
         context = inputs.context(text, key_B if exact else _split(key_B)[0])
         scores_BV = apply_processors(logits_BV, text.sampler, context)
         token_B, after = sample_next(logits_BV, text.sampler, context)
-        good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
         token_B = jnp.where(good_B, token_B, NO_TOKEN)
         memory = select_rows(good_B, after, text.sampler)
         text = text.append(token_B, good_B).replace(sampler=memory)
@@ -422,8 +516,25 @@ def _propose_tokens(
         position_B = jnp.where((token_B >= 0) & (i < room_B), start_B + i - 1, -1)
         return draft_token(cache, text, token_B[:, None], position_B[:, None])
 
+    def is_behind(cache: KVCache) -> jax.Array:
+        return (running_B & (cache.next_position_B < start_B - 2)).any()
+
+    def catch_up(cache: KVCache) -> KVCache:
+        """Run tokens that were written without the draft."""
+        at_BT = cache.next_position_B[:, None] + jnp.arange(_CATCH_UP, dtype=jnp.int32)[None]
+        token_BT = jnp.take_along_axis(text.token_BL, at_BT, axis=1, mode="clip")
+        there_BT = running_B[:, None] & (at_BT < start_B[:, None] - 2)
+        column_B = jnp.zeros_like(start_B)
+        _, delta, _ = run_model(
+            model, params, cache.segments, token_BT, jnp.where(there_BT, at_BT, -1),
+            column_B=column_B,
+        )  # fmt: skip
+        return _write_delta(cache, delta)
+
     # Rerun the last token but one too: it has not run if all proposals were accepted.
-    cache = rewind(cache, to=jnp.where(running_B, start_B - 2, cache.next_position_B))
+    to_B = jnp.where(running_B, start_B - 2, cache.next_position_B)
+    cache = rewind(cache, to=jnp.minimum(to_B, cache.next_position_B))
+    cache = jax.lax.while_loop(is_behind, catch_up, cache)
     position_BT = start_B[:, None] + jnp.array([[-2, -1]], jnp.int32)
     position_BT = jnp.where(running_B[:, None], position_BT, -1)
     carry, first = draft_token(cache, text, last_tokens(text, 2), position_BT)

@@ -13,6 +13,7 @@ from jaxllm.generation.completion import GenerationConfig
 from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.generation.options.check import Kind, check_values, select_decoder
 from jaxllm.generation.options.table import OPTIONS
+from jaxllm.generation.sampling.constraints import MissingIds
 from jaxllm.generation.sampling.grammar_mask import grammar_mask
 from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS, make_sampler
 from jaxllm.generation.sampling.sampler import GREEDY, Processor, Sampler
@@ -85,8 +86,11 @@ def resolve_options(
             "max_new_tokens": [count for count in new for _ in range(n)]
             if isinstance(new, list)
             else new,
-            "sampler": _build_sampler(
-                config, generation, options, defaults | options, eos, new, masks
+            "sampler": _mask_missing_ids(
+                _build_sampler(config, generation, options, defaults | options, eos, new, masks),
+                config,
+                eos,
+                tokenizer,
             ),
             "matcher": matcher,
             "seed": _resolve_seeds(merged["seed"]),
@@ -219,3 +223,18 @@ def _build_sampler(
         max_new_tokens=max_new_tokens,
     )
     return sampler.replace(greedy=not do_sample)
+
+
+def _mask_missing_ids(
+    sampler: Sampler, config: ModelConfig, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None
+) -> Sampler:
+    """Return a sampler that draws no id without a token, except those that end the text.
+
+    All decoders and `serve` draw with the sampler of these options, so this is the one place. The
+    mask is the first processor: no bias brings an id back, and truncation counts tokens only.
+    Log-probabilities are those of the model, over all its rows.
+    """
+    missing = tokenizer and tokenizer.missing_ids(config.vocab_size, tuple(eos_token_ids))
+    if not missing:
+        return sampler
+    return sampler.replace(processors=(MissingIds(missing), *sampler.processors))

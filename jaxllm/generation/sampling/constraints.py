@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 from jaxllm.generation.sampling.parsers import (
     OFF_AT_0,
@@ -30,6 +32,21 @@ from jaxllm.generation.sampling.penalties import (
 )
 from jaxllm.generation.sampling.sampler import Context, Processor
 from jaxllm.generation.sampling.truncation import as_column
+
+
+class MissingIds(Processor):
+    """Remove ids that have no token: an embedding may have more rows than the tokenizer has tokens.
+
+    ids: these ids, as ranges; static, since they are those of the model.
+    """
+
+    ids: tuple[range, ...] = struct.field(pytree_node=False)
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        missing_V = np.zeros(scores_BV.shape[1], bool)
+        for some in self.ids:
+            missing_V[some.start : some.stop] = True
+        return jnp.where(missing_V[None], -jnp.inf, scores_BV)
 
 
 class SequenceBias(Processor):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm.generation.sampling.constraints import MissingIds
 from jaxllm.generation.sampling.sampler import GREEDY, Context, Processor, Sampler
 from jaxllm.grammar.automaton import TokenAutomaton
 from jaxllm.grammar.grammar import Grammar
@@ -87,5 +88,6 @@ def grammar_mask(grammar: Grammar, vocabulary: Vocabulary, *, by_text: bool = Fa
 
 def only_masks(sampler: Sampler) -> Sampler:
     """Return a greedy sampler with the masks of a sampler alone."""
-    masks = [p for p in sampler.processors if isinstance(p, AutomatonMask | TextMask)]
+    kinds = MissingIds | AutomatonMask | TextMask
+    masks = [p for p in sampler.processors if isinstance(p, kinds)]
     return GREEDY.replace(processors=tuple(masks))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from jaxllm.errors import ConfigError, TokenError
+from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.runtime.schema import field_errors
 from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
@@ -204,11 +204,10 @@ def check_tokenizers(teacher: Tokenizer, student: Tokenizer) -> None:
 
     The ids that end a text may differ, as they do for instruction-tuned models of a family.
     """
-    sizes = teacher.vocab_size, student.vocab_size
-    unlike = [i for i in range(max(sizes)) if _token_text(teacher, i) != _token_text(student, i)]
+    sizes, unlike = (teacher.vocab_size, student.vocab_size), teacher.unlike_ids(student)
     if unlike:
         shown = "; ".join(
-            f"{i} is {_token_text(teacher, i)!r:.40} and {_token_text(student, i)!r:.40}"
+            f"{i} is {teacher.token(i)!r:.40} and {student.token(i)!r:.40}"
             for i in unlike[:_MAX_SHOWN]
         )
         raise ConfigError(
@@ -225,14 +224,6 @@ def _get_tokenizer(lm: LM, name: str) -> Tokenizer:
             " tokenizer files into the model's directory"
         )
     return lm.tokenizer
-
-
-def _token_text(tokenizer: Tokenizer, index: int) -> str | None:
-    """Return the token of an id, or None if there is none."""
-    try:
-        return tokenizer.token(index)
-    except TokenError:
-        return None
 
 
 def eos_token_ids(lm: LM) -> tuple[int, ...]:
