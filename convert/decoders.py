@@ -134,9 +134,9 @@ def make_table(
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
     options.setdefault("model_type", config.model_type)
     options.setdefault("classifier", f"{architecture}ForSequenceClassification")
+    options.setdefault("architectures", (f"{architecture}ForCausalLM", f"{architecture}Model"))
     return DecoderArchitecture(
         config=config,
-        architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
         allowed_values={**COMMON_ALLOWED, **(allowed_values or {})},
         # use_sliding_window: if no row reads it, sliding_window alone decides.

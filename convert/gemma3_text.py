@@ -55,6 +55,8 @@ GEMMA3 = make_table(
     Field("sliding_window_pattern", "sliding_window_pattern", 6, Interval),
     Field("_sliding_window_pattern", "_sliding_window_pattern", None, Interval),
     ignored_fields=IGNORED | {"rope_local_base_freq"},
+    # Gemma3Model has vision too, but jaxllm 1.0 wrote its name.
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3Model"),
     classifier="Gemma3TextForSequenceClassification",
     heads_divide_width=True,
     theta=GLOBAL_THETA,

@@ -91,11 +91,14 @@ class Architecture(FieldTable, abc.ABC):
             return self.parse_config(data)
         except ConfigError as error:
             names = {ours: theirs for theirs, ours, *_ in self.fields}
-            spelled = ((n, alias) for alias, n in self.aliases.items() if alias in data)
-            names |= {name: alias for name, alias in spelled if name not in data}
+            names |= {name: alias for alias, name in self.aliases.items() if alias in data}
             names |= {f.ours: names[f.theirs] for f in self.fields if f.theirs in names}
             words = rf"\b(?<!')({'|'.join(names)})\b(?!')"
-            raise ConfigError(re.sub(words, lambda word: names[word[0]], str(error))) from None
+
+            def respell(word: re.Match[str]) -> str:
+                return word[0] if word[0] in data else names[word[0]]
+
+            raise ConfigError(re.sub(words, respell, str(error))) from None
 
     @abc.abstractmethod
     def parse_config(self, data: Mapping[str, Any]) -> ModelConfig:

@@ -77,7 +77,8 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     """Write a float32 GGUF file that llama.cpp can load for the same model.
 
     GGUF has one alpha, so scales that differ are multiplied into `lora_b`. Raises ConfigError for
-    what GGUF does not support (DoRA) and for an adapter of another model, CheckpointError if the file exists or cannot be written.
+    what GGUF does not support (DoRA) and for an adapter of another model, CheckpointError if the
+    file exists or cannot be written.
     """
     path = Path(path)
     check_absent(path)

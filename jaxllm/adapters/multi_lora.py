@@ -25,8 +25,8 @@ from jaxllm.weights.types.lora import BASE, LoraWeight, choose_adapters
 def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Adapter]) -> Params:
     """Attach adapters to parameters for inference; `choose_adapters` selects among them by index.
 
-    Raises ConfigError for a reserved name, an adapter of another model, or if the parameters already
-    have adapters.
+    Raises ConfigError for a reserved name, an adapter of another model, or if the parameters
+    already have adapters.
     """
     if BASE in adapters or "" in adapters:
         raise ConfigError(f"adapter name {BASE!r} is reserved for the model without an adapter")
