@@ -281,8 +281,8 @@ NO_EFFECT = {
     "output_logits", "return_dict_in_generate", "bos_token_id", "decoder_start_token_id",
     "is_assistant", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-    "assistant_ensemble_weight", "speculation_type", "compile_config", "disable_compile", "continuous_batching_config",
-    "low_memory", "prefill_chunk_size", "transformers_version",
+    "assistant_ensemble_weight", "speculation_type", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size", "transformers_version",
 }  # fmt: skip
 
 

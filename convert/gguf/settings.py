@@ -65,7 +65,7 @@ def read_config(
 
     Args:
         entries: The tensors of all parts.
-        divisors: The values of those in `DIVISORS`.
+        divisors: The values of those in `DIVISOR_TENSORS`.
         strict: Whether to refuse `unknown_keys`.
 
     Raises:

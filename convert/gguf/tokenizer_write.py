@@ -1,4 +1,4 @@
-"""Conversion of a tokenizer to GGUF keys, which `vocabulary` reads back as the same tokenizer.
+"""Conversion of a tokenizer to GGUF keys, which `tokenizer_read` reads back as the same tokenizer.
 
 A model type or a pre-tokenizer that GGUF cannot name is refused, since llama.cpp would silently
 give texts other ids.
@@ -99,7 +99,7 @@ def dropped_settings(generation: Mapping[str, Any], keys: Mapping[str, Any]) -> 
     given = generation.get("eos_token_id")
     ends = given if isinstance(given, list) else [given]
     lost = [f"eos_token_id {i}" for i in ends if i is not None and i not in find_ends(keys)]
-    neutral = (None, False, [])
+    neutral: tuple[Any, ...] = (None, False, [])
     named = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
     return lost + [
         name
