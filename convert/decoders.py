@@ -68,7 +68,7 @@ class DecoderArchitecture(Architecture):
     derive: Callable[[dict[str, Any], list[str], Mapping[str, Any]], None] = lambda *_: None
     finish: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, data: data
 
-    def read_config(self, data: Mapping[str, Any]) -> DecoderConfig:
+    def parse_config(self, data: Mapping[str, Any]) -> DecoderConfig:
         prepared = self.prepare(data)
         fields, complaints = read_fields(self, prepared)
         context = fields.get("max_position_embeddings")
@@ -134,9 +134,9 @@ def make_table(
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
     options.setdefault("model_type", config.model_type)
     options.setdefault("classifier", f"{architecture}ForSequenceClassification")
+    options.setdefault("architectures", (f"{architecture}ForCausalLM", f"{architecture}Model"))
     return DecoderArchitecture(
         config=config,
-        architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
         allowed_values={**COMMON_ALLOWED, **(allowed_values or {})},
         # use_sliding_window: if no row reads it, sliding_window alone decides.
@@ -177,11 +177,10 @@ def check_heads(config: DecoderConfig, table: DecoderArchitecture) -> None:
 
 def resolve_layer_types(fields: dict[str, Any], slides: Callable[[int], bool]) -> None:
     """Derive missing layer_types. slides: whether a layer has a sliding window."""
-    count = fields["num_hidden_layers"]
-    if fields["layer_types"] is None and type(count) is int:
+    if fields["layer_types"] is None:
         names = ("full_attention", "sliding_attention")
-        fields["layer_types"] = [names[slides(i)] for i in range(count)]
-    fields["layer_types"] = tuple(fields["layer_types"])
+        layers = range(fields["num_hidden_layers"])
+        fields["layer_types"] = tuple(names[slides(i)] for i in layers)
 
 
 def write_rope(rope: Rope, context: int) -> dict[str, Any]:

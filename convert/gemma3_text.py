@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.config.model import Rope
 from jaxllm.convert.decoders import make_table, read_rope, resolve_layer_types
 from jaxllm.convert.gemma2 import GEMMA_FIELDS, IGNORED, write_scalar
-from jaxllm.convert.tables import Field
+from jaxllm.convert.tables import Field, Interval
 from jaxllm.models.gemma3_text import Gemma3Config
 
 LOCAL_THETA = 10000.0  # the default base of sliding-window layers
@@ -29,9 +29,6 @@ def _split_ropes(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     pattern = fields.pop("_sliding_window_pattern") or fields["sliding_window_pattern"]
     del fields["sliding_window_pattern"]
-    if fields["layer_types"] is None and (type(pattern) is not int or pattern < 1):
-        complaints.append(f"sliding_window_pattern must be positive, got {pattern!r:.40}")
-        return
     resolve_layer_types(fields, lambda i: (i + 1) % pattern != 0)
     context = fields["max_position_embeddings"]
     fields["local_rope"] = read_rope(_split_ropes(data)[1], context, complaints)
@@ -55,9 +52,11 @@ GEMMA3 = make_table(
     *GEMMA_FIELDS,
     Field("final_logit_softcapping", "final_logit_softcapping", None),
     Field("max_position_embeddings", "max_position_embeddings", 131072),
-    Field("sliding_window_pattern", "sliding_window_pattern", 6),
-    Field("_sliding_window_pattern", "_sliding_window_pattern", None),
+    Field("sliding_window_pattern", "sliding_window_pattern", 6, Interval),
+    Field("_sliding_window_pattern", "_sliding_window_pattern", None, Interval),
     ignored_fields=IGNORED | {"rope_local_base_freq"},
+    # Gemma3Model has vision too, but jaxllm 1.0 wrote its name.
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3Model"),
     classifier="Gemma3TextForSequenceClassification",
     heads_divide_width=True,
     theta=GLOBAL_THETA,

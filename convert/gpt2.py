@@ -33,12 +33,11 @@ FIELDS = (
 class GPT2Architecture(Architecture):
     """The table of GPT-2."""
 
-    def read_config(self, data: Mapping[str, Any]) -> GPT2Config:
+    def parse_config(self, data: Mapping[str, Any]) -> GPT2Config:
         fields, complaints = read_fields(self, data)
-        if data.get("n_ctx") not in (None, data.get("n_positions")):
-            complaints.append(
-                f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}"
-            )
+        context = fields.get("max_position_embeddings")
+        if data.get("n_ctx") not in (None, context):
+            complaints.append(f"n_ctx {data['n_ctx']!r:.40} differs from n_positions {context!r:.40}")
         refuse("config.json", complaints)
         head_dim = divide_exactly("hidden_size", fields, "num_attention_heads")
         if fields["intermediate_size"] is None:

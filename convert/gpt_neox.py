@@ -46,7 +46,8 @@ GPT_NEOX = make_table(
     Field("use_parallel_residual", "use_parallel_residual", True),
     omit=("num_key_value_heads", "head_dim"),  # neither GQA nor a separate head size
     allowed_values={"head_dim": (), "num_key_value_heads": ()},
-    ignored_fields=frozenset({"classifier_dropout", "partial_rotary_factor", *ROPE_ALIASES}),
+    ignored_fields=frozenset({"classifier_dropout", "partial_rotary_factor"}),
+    aliases=ROPE_ALIASES,  # `prepare` renames them
     layouts=(
         FusedLayout(
             "attention.query_key_value",

@@ -87,7 +87,7 @@ def open_hf(
     """Open a Hugging Face checkpoint of a supported family, with lazy tensors.
 
     Weights are in safetensors, one file or shards, or in a file written by a Flax class of
-    transformers 4 (`flaxfiles`). Matrices quantized by GPTQ, AWQ or compressed-tensors
+    transformers 4 (`flax_msgpack`). Matrices quantized by GPTQ, AWQ or compressed-tensors
     (`quantization_config`) become leaves with the same integers.
 
     Args:

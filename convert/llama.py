@@ -1,6 +1,5 @@
 """Llama and Mistral checkpoints: the tables."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,13 +30,13 @@ LLAMA = make_table(
     LlamaConfig,
     ATTENTION_BIAS,
     MLP_BIAS,
+    architectures=("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     ignored_fields=frozenset({"attention"}),  # jaxllm's own field
     heads_divide_width=True,
     writes=lambda config: config.sliding_window is None,
     derive=_read_attention,
     finish=_refuse_attention,
 )
-LLAMA = dataclasses.replace(LLAMA, architectures=(*LLAMA.architectures, "LLaMAForCausalLM"))
 # Mistral's linears have no biases, and its configuration has no fields for them.
 MISTRAL = make_table("Mistral", LlamaConfig, SLIDING_WINDOW, model_type="mistral")
 TABLES = (LLAMA, MISTRAL)

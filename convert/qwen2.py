@@ -1,7 +1,9 @@
 """Qwen2 and Qwen2.5 checkpoints: the table, and fields shared with Qwen3."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from jaxllm.convert.decoders import (
     LAYER_TYPES,
@@ -29,8 +31,8 @@ def make_qwen_table(
         SLIDING_WINDOW,
         LAYER_TYPES,
         # Read into layer_types and sliding_window.
-        Field("use_sliding_window", "use_sliding_window", False),
-        Field("max_window_layers", "max_window_layers", 28),
+        Field("use_sliding_window", "use_sliding_window", False, bool),
+        Field("max_window_layers", "max_window_layers", 28, Annotated[int, Meta(ge=0)]),
         derive=_resolve_windows,
         finish=_write_windows,
         **options,

@@ -6,7 +6,7 @@ from typing import Any
 from jaxllm.convert.decoders import ATTENTION_BIAS, SLIDING_WINDOW, make_table
 from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
 from jaxllm.convert.qwen2 import CONTEXT
-from jaxllm.convert.tables import Field
+from jaxllm.convert.tables import Field, Interval
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 
 
@@ -15,16 +15,10 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
     if not fields.pop("use_sliding_window"):
         fields["sliding_window"] = None
     count, step = fields["num_hidden_layers"], fields.pop("decoder_sparse_step")
-    dense = fields.pop("mlp_only_layers")
-    if type(step) is not int or step < 1 or not isinstance(dense, list | tuple):
-        complaints.append(
-            f"decoder_sparse_step must be positive and mlp_only_layers a list, got {step!r} and"
-            f" {dense!r:.60}"
-        )
-    elif type(count) is int:
-        fields["mlp_layer_types"] = tuple(
-            "dense" if i in dense or (i + 1) % step else "sparse" for i in range(count)
-        )
+    dense = set(fields.pop("mlp_only_layers"))
+    fields["mlp_layer_types"] = tuple(
+        "dense" if i in dense or (i + 1) % step else "sparse" for i in range(count)
+    )
 
 
 def _write_layers(config: Qwen3MoeConfig, data: dict[str, Any]) -> dict[str, Any]:
@@ -45,14 +39,14 @@ QWEN3_MOE = make_table(
     ATTENTION_BIAS,
     SLIDING_WINDOW,
     Field("num_key_value_heads", "num_key_value_heads", 4),
-    Field("use_sliding_window", "use_sliding_window", False),
+    Field("use_sliding_window", "use_sliding_window", False, bool),
     Field("num_experts", "num_experts", 128),
     Field("num_experts_per_tok", "num_experts_per_tok", 8),
     Field("moe_intermediate_size", "moe_intermediate_size", 768),
     Field("norm_topk_prob", "norm_topk_prob", False),
     # Read into mlp_layer_types.
-    Field("decoder_sparse_step", "decoder_sparse_step", 1),
-    Field("mlp_only_layers", "mlp_only_layers", ()),
+    Field("decoder_sparse_step", "decoder_sparse_step", 1, Interval),
+    Field("mlp_only_layers", "mlp_only_layers", (), tuple[int, ...]),
     ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
     aliases={"num_local_experts": "num_experts"},
     layouts=(ExpertLayout("mlp"),),

@@ -159,6 +159,15 @@ def read_text_assets(opened: Checkpoint) -> TextAssets:
     return form.read_text_assets(opened.directory)
 
 
+def stores_tokenizer(opened: Checkpoint) -> bool:
+    """Return whether an opened checkpoint has a tokenizer, without reading it."""
+    if opened.file_format != GGUF_FORMAT:
+        return has_tokenizer(opened.directory)
+    from jaxllm.convert.gguf import reader, tokenizer_read
+
+    return tokenizer_read.stores_tokenizer(reader.read_parts(opened.directory)[0].settings)
+
+
 def read_chat_template(file: Path, path: Path) -> ChatTemplate:
     """Read a chat template from a file, with the special tokens of the checkpoint at `path`.
 
@@ -198,7 +207,7 @@ def open_tokenizer_files(path: Path) -> Iterator[list[Path]]:
 def open_checkpoint(path: str | Path, *, strict: bool = False) -> Checkpoint:
     """Open a checkpoint in any format and check all but its values; arguments as for `load`.
 
-    Warns once (UnreadWarning) of settings that jaxllm does not use.
+    Warns once (`UnusedSettingsWarning`) of settings that jaxllm does not use.
     """
     opened = open_path(resolve_path(path), strict=strict)
     warn_ignored(opened)

@@ -1,11 +1,12 @@
 """The fields of config.json that describe the score head of a `ForSequenceClassification` class."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from jaxllm.config.model import ProblemType, ScoreHead
+from jaxllm.config.model import MAX_LABELS, ProblemType, ScoreHead
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.schema import as_schema
 
@@ -14,7 +15,7 @@ class _Fields(msgspec.Struct):
     """The fields, with transformers' names and defaults."""
 
     id2label: dict[str, str | int] | None = None
-    num_labels: int | None = None
+    num_labels: Annotated[int, Meta(ge=1, le=MAX_LABELS)] | None = None
     problem_type: ProblemType | None = None
     pad_token_id: int | None = None
 
@@ -26,7 +27,7 @@ def read_score_head(data: Mapping[str, Any]) -> ScoreHead:
     """
     fields: _Fields = as_schema(data, _Fields, "config.json", ConfigError)
     count = 2 if fields.num_labels is None else fields.num_labels
-    given = fields.id2label or {str(i): f"LABEL_{i}" for i in range(max(count, 1))}
+    given = fields.id2label or {str(i): f"LABEL_{i}" for i in range(count)}
     labels = tuple(str(given.get(str(i))) for i in range(len(given)))
     numbered = set(given) == set(map(str, range(len(given))))
     if (

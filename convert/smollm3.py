@@ -1,7 +1,9 @@
 """SmolLM3 checkpoints: the table, and the layers without RoPE (NoPE)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from jaxllm.convert.decoders import (
     ATTENTION_BIAS,
@@ -11,18 +13,21 @@ from jaxllm.convert.decoders import (
     make_table,
     resolve_layer_types,
 )
-from jaxllm.convert.tables import Field
+from jaxllm.convert.tables import Field, Interval
 from jaxllm.models.smollm3 import SmolLM3Config
+
+Flags = tuple[bool | Annotated[int, Meta(ge=0, le=1)], ...]
 
 
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
-    if fields["turns"] is None:
-        if type(count) is not int or type(interval) is not int or interval < 1:
-            complaints.append(f"no_rope_layer_interval must be positive, got {interval!r:.40}")
-            return
-        fields["turns"] = [(i + 1) % interval != 0 for i in range(count)]
-    turns = fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 in the file
+    given = fields["turns"]
+    if given is None:
+        given = ((i + 1) % interval for i in range(count))
+    turns = fields["turns"] = tuple(map(bool, given))  # 0 and 1 in the file
+    if len(turns) != count:
+        complaints.append(f"no_rope_layers has {len(turns)} entries for {count} layers")
+        return
     if not fields.pop("use_sliding_window"):
         fields["sliding_window"] = None
     resolve_layer_types(fields, lambda i: fields["sliding_window"] is not None and not turns[i])
@@ -45,9 +50,9 @@ SMOLLM3 = make_table(
     LAYER_TYPES,
     Field("max_position_embeddings", "max_position_embeddings", 32768),
     Field("tie_word_embeddings", "tie_word_embeddings", True),
-    Field("use_sliding_window", "use_sliding_window", False),
-    Field("no_rope_layers", "turns", None),
-    Field("no_rope_layer_interval", "no_rope_layer_interval", 4),
+    Field("use_sliding_window", "use_sliding_window", False, bool),
+    Field("no_rope_layers", "turns", None, Flags),
+    Field("no_rope_layer_interval", "no_rope_layer_interval", 4, Interval),
     ignored_fields=frozenset({"max_window_layers"}),
     theta=2000000.0,
     derive=_resolve_layers,

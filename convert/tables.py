@@ -4,24 +4,32 @@ import abc
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from msgspec import Meta
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import Layout
 from jaxllm.errors import ConfigError
+from jaxllm.runtime.schema import value_errors
 from jaxllm.weights.lazy import LazyTensor
 
 REQUIRED = object()  # as a default: the field must be present
+Interval = Annotated[int, Meta(ge=1)]  # in layers; it may exceed their number
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
 
 
 class Field(NamedTuple):
-    """A row of a configuration table: the checkpoint's field, our field, and the default."""
+    """A row of a configuration table: the checkpoint's field, our field, and the default.
+
+    schema: The annotation of the checkpoint's values; None: that of the configuration's field.
+    """
 
     theirs: str
     ours: str
     default: Any
+    schema: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +85,24 @@ class Architecture(FieldTable, abc.ABC):
     heads_divide_width: bool = False
     head: str = HEAD
 
-    @abc.abstractmethod
     def read_config(self, data: Mapping[str, Any]) -> ModelConfig:
         """Return the configuration; raise ConfigError with everything that is wrong."""
+        try:
+            return self.parse_config(data)
+        except ConfigError as error:
+            names = {ours: theirs for theirs, ours, *_ in self.fields}
+            names |= {name: alias for alias, name in self.aliases.items() if alias in data}
+            names |= {f.ours: names[f.theirs] for f in self.fields if f.theirs in names}
+            words = rf"\b(?<!')({'|'.join(names)})\b(?!')"
+
+            def respell(word: re.Match[str]) -> str:
+                return word[0] if word[0] in data else names[word[0]]
+
+            raise ConfigError(re.sub(words, respell, str(error))) from None
+
+    @abc.abstractmethod
+    def parse_config(self, data: Mapping[str, Any]) -> ModelConfig:
+        """Return the configuration; raise ConfigError, which may have our names of fields."""
 
     def write_config(self, config: Any) -> dict[str, Any]:
         """Return config.json's fields. Raises ConfigError for what the format cannot express."""
@@ -175,28 +198,34 @@ COMMON_ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def read_fields(table: FieldTable, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read the table's fields from a config.json.
+    """Read the table's fields from a config.json, and check them against their schemas.
 
     Returns:
-        Values by our field names, and complaints. For unknown fields see `unknown_fields`.
+        Values by our field names, lists as tuples, and complaints. For unknown fields see
+        `unknown_fields`.
     """
     complaints = []
-    result = {}
+    result: dict[str, Any] = {}
     data = dict(data)
+    config = table.config if isinstance(table, Architecture) else None
+    hints = get_type_hints(config, include_extras=True) if config else {}
     for alias, name in table.aliases.items():
         if (value := data.pop(alias, None)) is None:
             continue
-        if data.get(name, value) != value:
-            complaints.append(f"{name} {data[name]!r:.40} and {alias} {value!r:.40} differ")
+        if (given := data.get(name)) not in (None, value):
+            complaints.append(f"{name} {given!r:.40} and {alias} {value!r:.40} differ")
         data[name] = value
-    for theirs, ours, default in table.fields:
+    for theirs, ours, default, own in table.fields:
         value = data.get(theirs)
+        schema = own or hints.get(ours)
         if value is None:
             value = default
+        elif schema is not None:
+            complaints += value_errors(value, schema, theirs)
         if value is REQUIRED:
             complaints.append(f"{theirs} is missing")
         else:
-            result[ours] = value
+            result[ours] = tuple(value) if isinstance(value, list) else value
     read = {field.theirs for field in table.fields} | table.ignored_fields
     for name, known in table.allowed_values.items():
         value = data.get(name)

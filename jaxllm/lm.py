@@ -535,10 +535,14 @@ class LM:
     def _repr_html_(self) -> str:
         return render_params(repr(self), self.params)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt."""
-        bos = self.generation.get("bos_token_id")
-        return encode_prompt(prompt, self.config.vocab_size, self.tokenizer, bos)
+    def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
+        """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt.
+
+        parse_special: read special tokens in a text, as in "<|fim_prefix|>", instead of their
+        letters: not for text of untrusted users.
+        """
+        bos, size = self.generation.get("bos_token_id"), self.config.vocab_size
+        return encode_prompt(prompt, size, self.tokenizer, bos, parse_special=parse_special)
 
     def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> str:
         """Return the text of token ids, without special tokens.

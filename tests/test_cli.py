@@ -20,6 +20,7 @@ from jaxllm import cli
 from jaxllm.checkpoints import resolve
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.tokenizer import Tokenizer
 from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import save_random
 
@@ -275,9 +276,15 @@ def test_usage_errors_are_one_line(run: Run) -> None:
     assert run()[:2] == run("--help")[:2]
 
 
-def test_info_counts_parameters_from_shapes(run: Run, tmp_path: Path) -> None:
-    """info gives parameter count, bytes and cache bytes per token of the closed form."""
+def test_info_counts_parameters_from_shapes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """info gives parameter count, bytes and cache bytes per token of the closed form. It builds no
+    tokenizer.
+    """
     save_random(tmp_path, "llama")
+    monkeypatch.setattr(Tokenizer, "from_tree", None)
+    assert json.loads(run("info", "demo:llama", "--json")[1])["tokenizer"]
     _, out, _ = run("info", tmp_path, "--json")
     facts = json.loads(out)
     heads = 3 * 40 * (2 * 8 * 6 + 2 * 2 * 6)  # q, o and k, v

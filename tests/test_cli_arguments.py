@@ -13,6 +13,7 @@ import typer
 
 import jaxllm
 from jaxllm import cli
+from jaxllm.convert import registry
 from jaxllm.errors import SamplingError
 from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import save_random
@@ -97,6 +98,61 @@ def test_refusals_name_remedy(run: Run, arguments: list[str], message: str) -> N
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+TEXT = ("--text", "abc")
+CHOICES = [
+    (("generate", "demo:llama", "x"), ("overflow", "cache-dtype", "dtype", "quantize", "mesh")),
+    (("perplexity", "demo:llama", *TEXT), ("protocol", "bos", "other-dtype", "other-quantize")),
+    (("recall", "demo:llama"), ("policies",)),
+    (("sensitivity", "demo:llama", *TEXT), ("format", "by")),
+    (("export", "demo:llama", "out"), ("what", "form")),
+    (("plan", "demo:llama"), ("hardware", "goal")),
+    (("convert", "demo:llama", "out"), ("to-gguf", "dtype")),
+    (("quantize", "demo:llama", "out"), ("format",)),
+    (("infini", "demo:llama", "out"), ("update",)),
+    (("train", "full", "demo:llama", "out", "--data", "data.jsonl"), ("schedule",)),
+    (("train", "qat", "demo:llama", "out", "--data", "data.jsonl"), ("format",)),
+]
+
+
+def test_choices_are_checked_before_a_model_opens(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option's value that is none of its choices is refused before any checkpoint is opened."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text('{"text": "One day"}\n')
+    monkeypatch.setattr(registry, "CHECKPOINT_FORMATS", ())  # nothing opens
+    for command, options in CHOICES:
+        for option in options:
+            status, out, err = run(*command, f"--{option}", "no-such")
+            assert (status in (1, 2), out) == (True, ""), (command, option)
+            assert "no-such" in err and "not a checkpoint" not in err, (command, option, err)
+
+
+def test_option_values_in_pages_exist() -> None:
+    """Each value that a page gives to an option with choices is one of them."""
+    from jaxllm.cli.eval_data import BOS
+    from jaxllm.convert.gguf.tensor_types import KINDS
+    from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
+    from jaxllm.evaluate.likelihood.windows import PROTOCOLS
+    from jaxllm.evaluate.needle.grid import POLICIES
+    from jaxllm.generation.loops.overflow import OVERFLOWS
+
+    known = {
+        "protocol": PROTOCOLS, "bos": BOS, "to-gguf": KINDS, "by": GROUPINGS, "policies": POLICIES,
+        "overflow": OVERFLOWS,
+    }  # fmt: skip
+    texts = [p.read_text(encoding="utf-8") for p in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    regex = rf"--({'|'.join(known)})[ =]([a-zA-Z0-9_.,-]+)"
+    found = [
+        (name, value)
+        for text in texts
+        for name, values in re.findall(regex, text)
+        for value in values.rstrip(".,").split(",")
+    ]
+    assert len(found) > 10
+    assert [(n, v) for n, v in found if v not in known[n] and v not in ("TYPE", "POLICY")] == []
 
 
 def test_prompt_from_argument_option_or_file(run: Run, tmp_path: Path) -> None:

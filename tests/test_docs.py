@@ -1,6 +1,7 @@
 """The pages in docs/: their commands and snippets run, and what they name and link to exists."""
 
 import ast
+import builtins
 import importlib
 import inspect
 import re
@@ -19,6 +20,7 @@ import jaxllm
 from jaxllm import cli
 from jaxllm.cli.chat import COMMANDS
 from jaxllm.generation.options import OPTIONS
+from jaxllm.sharding import ShardedModel
 from tests.conftest import ROOT, Run, succeed
 from tests.convert.flax_twin import as_flax
 from tests.tiny_models import cut_demo
@@ -311,3 +313,57 @@ def test_llama_cpp_table_names_options_that_exist() -> None:
             given = [b.split("=")[0] for a, b in pairwise(words) if a == "-o"]
             assert {*given} <= OPTIONS.keys(), code
     assert len(cells) > 20
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NAMED = ("id", "attr", "arg", "name")  # fields of syntax nodes
+# Names in docstrings and errors that other programs, libraries and files define.
+FOREIGN = {
+    "llama_decode", "simple_evaluate", "pp128", "tg32", "auto_map", "memory_analysis", "blocks",
+    "SITE", "L", "LAYER", "distill", "convert_lora_to_gguf", "peft", "to_bytes", "serialization",
+    "QuantLinear", "pack", "WQLinear_GEMM", "LlamaModel", "permute", "traceback", "print_last",
+    "_fake_quantize_learnable_per_channel_affine", "concurrent", "futures", "lm_eval", "quant",
+    "save_pretrained", "merge_and_unload", "gguf_convert_endian", "model_args",
+}  # fmt: skip
+
+
+def test_names_in_docstrings_and_errors_exist() -> None:
+    """Each name in backticks in a docstring, and each name with an underscore and each attribute of
+    a model in an error, is a name in the package, or one of another program.
+    """
+    docs, errors, known = (
+        list[tuple[str, str]](),
+        list[tuple[str, str]](),
+        {*dir(builtins), *FOREIGN, *"0123456789"},
+    )
+    for file in sorted(ROOT.glob("jaxllm/**/*.py")) + sorted(ROOT.glob("convert/**/*.py")):
+        known |= {*file.relative_to(ROOT).with_suffix("").parts}
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            known |= {
+                name for f in NAMED for name in [getattr(node, f, None)] if isinstance(name, str)
+            }
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known |= {*node.value.split(".")} if re.fullmatch(r"[\w.]+", node.value) else set()
+            elif isinstance(node, ast.alias):
+                known |= {*node.name.split(".")}
+            elif isinstance(node, DOCUMENTED):
+                found = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*\))?`", ast.get_docstring(node) or "")
+                docs += [(f"{file.name}:{getattr(node, 'lineno', 1)}", name) for name in found]
+            elif isinstance(node, ast.Raise) and node.exc is not None:
+                texts = (n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant))
+                text = " ".join(filter(lambda text: isinstance(text, str), texts))
+                found = re.findall(
+                    r"(?<![\w/.-])(?:[A-Za-z]\w*_[\w.]*\w|(?:LM|lm|model)\.\w+)", text
+                )
+                errors += [(f"{file.name}:{node.lineno}", name) for name in found]
+    missing = [
+        (place, name)
+        for place, name in docs + errors
+        if not {*name.removesuffix(".py").removesuffix(".pyi").split(".")} <= known
+    ]
+    assert len(docs) > 2000 and len(errors) > 150
+    assert missing == []
+    owners = {"LM": jaxllm.LM, "lm": jaxllm.LM, "model": ShardedModel}
+    dotted = [name.split(".") for _, name in errors if re.match(r"(LM|lm|model)\.", name)]
+    wrong = [name for owner, name, *_ in dotted if not hasattr(owners[owner], name)]
+    assert [name for name in wrong if name not in jaxllm.LM.__dataclass_fields__] == []

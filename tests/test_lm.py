@@ -12,10 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 import jaxllm
 from jaxllm.cache import drop_range, fork
 from jaxllm.cache.prefix_reuse import reuse_prefix
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import (
     CacheMismatchError,
     CapacityError,
@@ -25,6 +27,8 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
+from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
+from jaxllm.generation.options.table import OPTIONS
 from tests.conftest import Run, succeed
 from tests.tiny_models import BOTH, in_both, save_random, tokens
 
@@ -268,6 +272,61 @@ def test_generation_config_gives_defaults(plain: Path, tmp_path: Path) -> None:
     ended = lm.generate([5], do_sample=False, eos_token_id=eos)
     assert ended.tokens == greedy[: greedy.index(eos) + 1]
     assert ended.finish_reason == "eos"
+
+
+# Fields of transformers' GenerationConfig that do not change a text.
+NO_EFFECT = {
+    "use_mtp", "use_cache", "cache_implementation", "cache_config", "max_cache_len",
+    "remove_invalid_values", "output_attentions", "output_hidden_states", "output_scores",
+    "output_logits", "return_dict_in_generate", "bos_token_id", "decoder_start_token_id",
+    "is_assistant", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "speculation_type", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size", "transformers_version",
+}  # fmt: skip
+
+
+def test_every_field_of_generation_config_is_known() -> None:
+    """Each field of transformers' GenerationConfig is an option, warned of, or without effect."""
+    options = {name for name, option in OPTIONS.items() if option.from_file}
+    known = options | UNSUPPORTED.keys() | NO_EFFECT | {"max_length"}
+    fields = vars(transformers.GenerationConfig())
+    assert [name for name in fields if name not in known and name[0] != "_"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "count"),
+    [
+        ({"max_length": 30}, {}, 27),  # it counts the prompt
+        ({"max_length": 30, "max_new_tokens": 8}, {}, 8),
+        ({"max_length": 30}, {"max_new_tokens": 40}, 40),
+        ({"max_length": 2}, {}, 1),
+        ({"max_length": 4096}, {}, 94),
+        ({"max_new_tokens": 2048}, {}, 94),  # nobody asked for more than the context
+        ({}, {}, 94),
+        ({"max_new_tokens": 2048}, {"overflow": "slide"}, 2048),
+    ],
+)
+def test_default_length_of_checkpoints_fits_the_context(
+    plain: Path, settings: dict[str, Any], options: dict[str, Any], count: int
+) -> None:
+    """Without max_new_tokens in the call, max_new_tokens or max_length of generation_config.json
+    decides, as far as the context of 97 tokens has room.
+    """
+    config = open_checkpoint(plain).config
+    assert resolve_options(config, settings, [[1, 2, 3]], options).max_new_tokens == count
+
+
+def test_special_tokens_in_prompts_are_parsed_on_request(demo_names: None, run: Run) -> None:
+    """`encode` with parse_special gives transformers' ids; `jaxllm generate` parses by default."""
+    lm, text = jaxllm.load("demo:llama"), "<|eos|>Once upon"
+    theirs = transformers.AutoTokenizer.from_pretrained(lm.path)
+    assert lm.encode(text, parse_special=True) == theirs.encode(text)
+    assert lm.encode(text) != theirs.encode(text)
+    for flags, parse in ((), True), (("--no-special-tokens",), False):
+        out, _ = succeed(run, "generate", "demo:llama", text, "-n", 4, "--json", *flags)
+        expected = lm.generate(lm.encode(text, parse_special=parse), max_new_tokens=4)
+        assert json.loads(out)["tokens"] == expected.tokens
 
 
 def test_unsupported_generation_config_fields_warn(plain: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.rotary import DIVISOR_TENSORS
 from jaxllm.convert.gguf.settings import find_architecture, read_config, unknown_keys
 from jaxllm.convert.gguf.tensors import GGUFTensor
+from jaxllm.convert.gguf.tokenizer_read import find_ends
 from jaxllm.convert.gptq_awq import make_rules
 from jaxllm.errors import CheckpointError
 from jaxllm.files import path_inside
@@ -37,8 +38,6 @@ from jaxllm.weights.precision import Override, Precision
 
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_PARTS = 1 << 12
-# Keys of ids that end a text; the end of a turn or message may differ from the end of a text.
-_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def recognizes(path: Path) -> bool:
@@ -198,15 +197,10 @@ def _read_divisors(name: str, header: Header, entry: TensorInfo) -> np.ndarray:
 
 def _read_special_ids(header: Header) -> dict[str, Any]:
     """Return the special ids, as generation_config.json has them."""
-    settings = {
-        key: value
-        for key in (*_EOS_KEYS, "bos_token_id", "padding_token_id")
-        if (value := header.settings.get(f"tokenizer.ggml.{key}")) is not None
-    }
-    ends = list(dict.fromkeys(settings[key] for key in _EOS_KEYS if key in settings))
+    ends = find_ends(header.settings)
     found = {
-        "bos_token_id": settings.get("bos_token_id"),
+        "bos_token_id": header.settings.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": settings.get("padding_token_id"),
+        "pad_token_id": header.settings.get("tokenizer.ggml.padding_token_id"),
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -65,7 +65,7 @@ def read_config(
 
     Args:
         entries: The tensors of all parts.
-        divisors: The values of those in `DIVISORS`.
+        divisors: The values of those in `DIVISOR_TENSORS`.
         strict: Whether to refuse `unknown_keys`.
 
     Raises:
@@ -81,7 +81,7 @@ def read_config(
         if key.startswith(begins)
     }
     fields: dict[str, Any] = {}
-    for theirs, ours, default in row.fields:
+    for theirs, ours, default, _ in row.fields:
         value = data.get(theirs, default)
         if value is REQUIRED:
             complaints.append(f"{begins}{theirs} is missing")
@@ -153,7 +153,7 @@ def write_config(
     kind = config.long_attention(0)
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
-    values = {theirs: getattr(config, ours) for theirs, ours, _ in row.fields}
+    values = {theirs: getattr(config, ours) for theirs, ours, *_ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):

@@ -21,7 +21,7 @@ from jaxllm.text.formats import ROLES, TokenizerTree
 from jaxllm.text.sentencepiece_model import build_tree, make_added_token
 from jaxllm.text.tokenizer_limits import check_tree
 
-NO_TOKENIZER = ("no_vocab", "none")  # files without a tokenizer
+NO_TOKENIZER = (None, "no_vocab", "none")  # files without a tokenizer
 ID_KEYS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -32,6 +32,21 @@ ID_KEYS = {
     "mask": "mask_token_id",
 }
 assert set(ID_KEYS) == set(ROLES)
+# Keys of ids that end a text; the end of a turn or message may differ from the end of a text.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# llama.cpp also ends a text at tokens with these names, and at these three of fill-in-the-middle,
+# each by its key or else by one of its names. Its "</s>" is left out: Gemma has it for HTML.
+END_NAMES = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})  # fmt: skip
+FILL_IN_NAMES = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
 
 
@@ -41,7 +56,7 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     Raises CheckpointError for an unsupported or malformed tokenizer.
     """
     kind = settings.get("tokenizer.ggml.model")
-    if kind is None or kind in NO_TOKENIZER:
+    if not stores_tokenizer(settings):
         return None
     if kind not in _DEFAULTS:
         raise CheckpointError(
@@ -66,6 +81,28 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     says = ggml.get("add_bos_token", adds_bos)
     end = named.get("eos") if ggml.get("add_eos_token", False) is True else None
     return TokenizerTree(tree, named, says is True and "bos" in named, end)
+
+
+def stores_tokenizer(settings: Mapping[str, Any]) -> bool:
+    """Return whether a file has a tokenizer, by its keys alone."""
+    return settings.get("tokenizer.ggml.model") not in NO_TOKENIZER
+
+
+def find_ends(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the ids that end a text as in llama.cpp: those of the keys, then others by name."""
+    ggml, named = _Keys(settings, ""), END_NAMES.union(*FILL_IN_NAMES.values())
+    tokens = ggml.get("tokens")
+    listed = enumerate(tokens if isinstance(tokens, list) else ())
+    ids = {token: index for index, token in listed if token in named}
+    found = [ggml.get(key) for key in END_KEYS]
+    found += [index for token, index in ids.items() if token in END_NAMES]
+    for key, names in FILL_IN_NAMES.items():
+        found.append(ggml.get(key, next((ids[name] for name in names if name in ids), None)))
+    if wrong := [index for index in found if index is not None and type(index) is not int]:
+        raise CheckpointError(f"tokenizer.ggml: {wrong[0]!r:.40} is not the id of a token")
+    in_parts = ids.keys() >= {"<|end|>", "<|call|>", "<|return|>"}  # "<|end|>" ends a part only
+    dropped = {None, ids["<|end|>"] if in_parts else None}
+    return [index for index in dict.fromkeys(found) if index not in dropped]
 
 
 def find_template(settings: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Conversion of a tokenizer to GGUF keys, which `vocabulary` reads back as the same tokenizer.
+"""Conversion of a tokenizer to GGUF keys, which `tokenizer_read` reads back as the same tokenizer.
 
 A model type or a pre-tokenizer that GGUF cannot name is refused, since llama.cpp would silently
 give texts other ids.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.convert.gguf.pre_tokenizers import GPT2_REGEX, PRE_TOKENIZERS
-from jaxllm.convert.gguf.tokenizer_read import ID_KEYS
+from jaxllm.convert.gguf.tokenizer_read import ID_KEYS, find_ends
 from jaxllm.errors import ConfigError
 from jaxllm.text import sentencepiece_model
 from jaxllm.text.formats import TokenizerTree
@@ -88,6 +88,24 @@ def _eos_keys(generation: Mapping[str, Any], eos: int | None) -> dict[str, int]:
     if eos is None and others:
         return dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), others, strict=False))
     return dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
+
+
+def dropped_settings(generation: Mapping[str, Any], keys: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a generation_config.json that GGUF has no key for, for a message.
+
+    Args:
+        keys: The keys that are written. Ends that readers know by name need none.
+    """
+    given = generation.get("eos_token_id")
+    ends = given if isinstance(given, list) else [given]
+    lost = [f"eos_token_id {i}" for i in ends if i is not None and i not in find_ends(keys)]
+    neutral: tuple[Any, ...] = (None, False, [])
+    named = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
+    return lost + [
+        name
+        for name, value in generation.items()
+        if name not in named and not name.startswith("_") and value not in neutral
+    ]
 
 
 def _iterate_steps(step: Any, key: str) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ once, a block of rows at a time.
 """
 
 import struct
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,8 +22,8 @@ from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.tensor_types import FILE_TYPES, KINDS, choose_block
 from jaxllm.convert.gguf.tensors import LEAVES, pack_blocks
-from jaxllm.convert.gguf.tokenizer_write import make_tokenizer_keys
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.convert.gguf.tokenizer_write import dropped_settings, make_tokenizer_keys
+from jaxllm.errors import CheckpointError, ConfigError, UnusedSettingsWarning
 from jaxllm.files import atomic_file, path_exists
 from jaxllm.models import build, param_shapes
 from jaxllm.runtime.progress import bytes_bar
@@ -83,6 +84,13 @@ def write_gguf(
     spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
     if tokenizer is not None:
         spoken = make_tokenizer_keys(tokenizer, template, checkpoint.generation, config.vocab_size)
+        if dropped := dropped_settings(checkpoint.generation, spoken):
+            warnings.warn(
+                f"{path}: GGUF has no place for these generation settings: {', '.join(dropped)}."
+                " Set them when you generate",
+                UnusedSettingsWarning,
+                stacklevel=2,
+            )
     settings = {
         "general.architecture": architecture,
         "general.type": "model",

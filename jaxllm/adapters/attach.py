@@ -90,10 +90,44 @@ def init_adapter(
     return Adapter(lora, adapted)
 
 
+def resolve_adapter(config: ModelConfig, adapter: Adapter) -> dict[str, LoraSpec]:
+    """Return rank and scale of an adapter's modules, by our module paths.
+
+    Raises ConfigError, naming what differs, for an adapter of another model.
+    """
+    specs, held = resolve_targets(config, adapter.config), adapter.matrices
+    differ = [f"it has nothing for {name}" for name in specs if name not in held]
+    differ += [f"its {name} is not in the model" for name in held if name not in specs]
+    for name, spec in specs.items():
+        if name in held and (fits := (len(held[name].b), held[name].a.shape[1])) != (
+            shape := spec.target.shape
+        ):
+            differ.append(f"{name} has shape {shape}, the adapter fits {fits}")
+    if differ:
+        raise ConfigError(
+            f"the adapter belongs to another model: {differ[0]} ({len(differ)} modules differ)."
+            " Use it with the configuration that it was made or read for"
+        )
+    return specs
+
+
+def check_params(config: ModelConfig, params: Params) -> None:
+    """Raise ConfigError, naming what differs, for parameters of another model."""
+    shapes = {path: x.shape for path, x in flatten(models.param_shapes(models.build(config)))}
+    found = {path: tuple(leaf.shape) for path, leaf in flatten(params)}
+    differ = [path for path in {**shapes, **found} if shapes.get(path) != found.get(path)]
+    if differ:
+        raise ConfigError(
+            f"the parameters belong to another model than this {config.model_type} configuration:"
+            f" {differ[0]} is {found.get(differ[0], 'missing')}, expected"
+            f" {shapes.get(differ[0], 'nothing')}"
+        )
+
+
 def attach_adapter(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
     """Attach an adapter to parameters, for training.
 
-    Raises ConfigError if they have one already.
+    Raises ConfigError if they have one already, and for an adapter of another model.
     """
     return map_leaves(make_attacher(config, adapter), params)
 
@@ -101,9 +135,10 @@ def attach_adapter(config: ModelConfig, params: Params, adapter: Adapter) -> Par
 def make_attacher(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
     """Return a function (path, weight) that wraps targeted weights and passes others through.
 
-    It raises ConfigError for a weight that already has an adapter.
+    It raises ConfigError for a weight that already has an adapter. Raises ConfigError for an
+    adapter of another model.
     """
-    specs = resolve_targets(config, adapter.config)
+    specs = resolve_adapter(config, adapter)
 
     def attach_leaf(path: str, weight: Any) -> Any:
         if isinstance(weight, LoraWeight):
@@ -120,7 +155,8 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
     """Return the adapter with another, equivalent configuration.
 
     Raises:
-        ConfigError: if the configurations differ in modules, ranks, scales or DoRA.
+        ConfigError: if the configurations differ in modules, ranks, scales or DoRA, or the adapter
+            is one of another model.
     """
     if not isinstance(adapter, Adapter):
         raise ConfigError(f"an adapter must be an Adapter (read_adapter), got {adapter!r:.60}")
@@ -138,14 +174,7 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
             f"the configurations differ in {len(differ)} modules. {differ[0]}. Use the adapter's"
             " own configuration (adapter.config)"
         )
-    for name, low in wanted[0].items():
-        matrices = adapter.matrices.get(name)
-        shape = matrices and (matrices.b.shape[0], matrices.a.shape[1])
-        if shape != low.target.shape:
-            raise ConfigError(
-                f"the adapter belongs to another model: {name} has shape {low.target.shape}, the"
-                f" adapter fits {shape}"
-            )
+    resolve_adapter(config, adapter)
     return dataclasses.replace(adapter, config=lora)
 
 
@@ -159,7 +188,11 @@ def _describe(planned: tuple[Mapping[str, LoraSpec], bool], name: str) -> str:
 
 
 def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
-    """Extract the adapter from parameters. Raises ConfigError if they do not have it."""
+    """Extract the adapter from parameters.
+
+    Raises ConfigError if they do not have it, or belong to another model.
+    """
+    check_params(config, params)
     leaves, extracted = dict(flatten(params)), {}
     for module, low in resolve_targets(config, lora).items():
         leaf = leaves[low.target.path]
@@ -192,8 +225,10 @@ def merge_adapter(
     round the sum, so the output changes slightly. Other weights keep their format. A tied embedding
     with an adapter is untied, because its two uses differ.
 
-    Raises ConfigError if there is no adapter, or if there are several and none is selected.
+    Raises ConfigError if there is no adapter, or if there are several and none is selected, and for
+    parameters of another model.
     """
+    check_params(config, params)
     leaves = dict(flatten(params))
     if not any(isinstance(leaf, LoraWeight) for leaf in leaves.values()):
         raise ConfigError("no adapter to merge: the parameters have none attached")

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from jaxllm import models
-from jaxllm.adapters.attach import Adapter, LoraMatrices
+from jaxllm.adapters.attach import Adapter, LoraMatrices, resolve_adapter
 from jaxllm.adapters.lora_config import LoraConfig
-from jaxllm.adapters.targets import TargetModule, list_targets, resolve_targets, shorten_names
+from jaxllm.adapters.targets import TargetModule, list_targets, shorten_names
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import GGUFArchitecture
@@ -77,14 +77,15 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     """Write a float32 GGUF file that llama.cpp can load for the same model.
 
     GGUF has one alpha, so scales that differ are multiplied into `lora_b`. Raises ConfigError for
-    what GGUF does not support (DoRA), CheckpointError if the file exists or cannot be written.
+    what GGUF does not support (DoRA) and for an adapter of another model, CheckpointError if the
+    file exists or cannot be written.
     """
     path = Path(path)
     check_absent(path)
     architecture, row, _, _ = write_config(config)
     if adapter.config.use_dora:
         raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
-    specs, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha) or 1.0
+    specs, alpha = resolve_adapter(config, adapter), float(adapter.config.lora_alpha) or 1.0
     tensors: dict[str, np.ndarray] = {}
     for param in _named_targets(row.modules, list_targets(config)):
         module = param.path.removesuffix(".weight")

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.adapters.attach import Adapter, make_leaf, row_norms
+from jaxllm.adapters.attach import Adapter, make_leaf, resolve_adapter, row_norms
 from jaxllm.adapters.peft_io import read_adapter
-from jaxllm.adapters.targets import resolve_targets
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params, map_leaves
@@ -26,11 +25,12 @@ from jaxllm.weights.types.lora import BASE, LoraWeight, choose_adapters
 def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Adapter]) -> Params:
     """Attach adapters to parameters for inference; `choose_adapters` selects among them by index.
 
-    Raises ConfigError for a reserved name, or if the parameters already have adapters.
+    Raises ConfigError for a reserved name, an adapter of another model, or if the parameters
+    already have adapters.
     """
     if BASE in adapters or "" in adapters:
         raise ConfigError(f"adapter name {BASE!r} is reserved for the model without an adapter")
-    plans = [resolve_targets(config, adapter.config) for adapter in adapters.values()]
+    plans = [resolve_adapter(config, adapter) for adapter in adapters.values()]
     each = list(adapters.values())
     beside: dict[str, dict[str, list[int]]] = {}  # weight path -> module -> adapter indices
     for n, lows in enumerate(plans):

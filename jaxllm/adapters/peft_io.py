@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm.adapters.attach import Adapter, LoraMatrices
+from jaxllm.adapters.attach import Adapter, LoraMatrices, resolve_adapter
 from jaxllm.adapters.fused_modules import fuse_modules, split_fused
 from jaxllm.adapters.gguf import read_gguf_adapter
 from jaxllm.adapters.lora_config import LoraConfig
@@ -129,12 +129,13 @@ def write_adapter(
     """Write a PEFT directory atomically; PEFT can load it for the same model.
 
     base: name or directory of the base model, for PEFT. Raises CheckpointError if the directory
-    already holds an adapter or cannot be written, and ConfigError as `fuse_modules` does.
+    already holds an adapter or cannot be written, and ConfigError as `fuse_modules` does and for an
+    adapter of another model.
     """
     directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
     lora, tensors = adapter.config, {}
-    modules = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
+    modules = fuse_modules(config, resolve_adapter(config, adapter), adapter.matrices, lora)
     specs = [spec for spec, _ in modules]
     for spec, matrices in modules:
         for piece in _tensor_specs(spec, dora=lora.use_dora):

@@ -11,6 +11,7 @@ from jaxllm.cli.options import (
     Model,
     PrecisionFile,
     Strict,
+    check_choice,
     check_folder,
     override_precision,
     parse_dtype,
@@ -124,12 +125,14 @@ def convert(
 
 def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     """Write the checkpoint with its tokenizer and chat template as a GGUF file."""
+    from jaxllm.convert.gguf.tensor_types import KINDS
     from jaxllm.convert.gguf.writer import check_absent, write_gguf
     from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files
     from jaxllm.text.chat import template_source
     from jaxllm.text.formats import find_tokenizer_format, read_tree
 
     check_absent(target)
+    check_choice("--to-gguf", kind, KINDS)
     opened = open_checkpoint(model, strict=strict)
     with open_tokenizer_files(opened.directory) as files:
         folder = files[0].parent if files else None

@@ -83,8 +83,6 @@ def make_loader(
     from jaxllm.evaluate.likelihood.data import loader
     from jaxllm.evaluate.likelihood.score import default_batch
 
-    if bos not in BOS:
-        raise ConfigError(f"--bos must be one of {', '.join(BOS)}, got {bos!r}")
     if bos == "auto":
         adds = lm.tokenizer is not None and lm.tokenizer.adds_bos
         bos = "none" if not adds else "each" if protocol == "second-half" else "first"

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.options import (
     AsJson,
     Dtype,
     Model,
     PrecisionFile,
     Quantize,
+    check_choice,
     check_folder,
     load_model,
     split_commas,
@@ -63,8 +64,11 @@ def export(
     from jaxllm.files import check_vacant
 
     check_vacant(directory, "manifest.json", "an export")
+    with spinner("starting"):
+        from jaxllm.export import StepSignature, command_line as exporting
+    for step in split_commas(what):
+        check_choice("--what", step, exporting.STEP_NAMES)
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
-    from jaxllm.export import StepSignature, command_line as exporting
 
     manifest = exporting.export(
         lm.model,

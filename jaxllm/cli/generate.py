@@ -44,6 +44,7 @@ def generate(
     draft: str | None = None,
     echo: bool = False,
     chat: bool = False,
+    special_tokens: Annotated[bool, typer.Option("--special-tokens/--no-special-tokens")] = True,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     server: Annotated[str | None, typer.Option(metavar="URL|PATH")] = None,
     api_key: str | None = None,
@@ -62,6 +63,8 @@ def generate(
       draft: Draft model for speculative decoding: smaller, with the same vocabulary.
       echo: Print the prompt before its continuation.
       chat: Apply the model's chat template to the prompt.
+      special_tokens: Read special tokens in the prompt, as in '<|fim_prefix|>', instead of their
+        letters.
       as_json: Print one JSON object with text, tokens and timings.
       server: URL or Unix socket of a running jaxllm serve, to generate with its model.
       api_key: Key for that server.
@@ -104,7 +107,7 @@ def generate(
     from jaxllm.ops.compile_cache import time_compiling
 
     options |= steering_options(vector, lm)
-    tokens = _encode_prompt(lm, text, chat)
+    tokens = _encode_prompt(lm, text, chat, special_tokens)
     if prompt_cache:
         options["cache"] = _read_cache(lm, tokens, prompt_cache)
     draws = uses_sampling(options, lm.generation) and options.get("temperature") != 0
@@ -204,7 +207,7 @@ def _read_prompt(argument: str | None, option: str | None, file: Path | None) ->
     return str(prompts[0]) if prompts else ""
 
 
-def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
+def _encode_prompt(lm: "LM", text: str, chat: bool, parse_special: bool) -> list[int]:
     """Return the prompt's token ids; with `chat`, through the chat template.
 
     Without a tokenizer the prompt must be a JSON list of ids, else TokenError is raised.
@@ -221,7 +224,7 @@ def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
             f"{lm.path} has no tokenizer: the prompt must be a list of token ids, as in"
             f" -p '[1, 5]': got {text!r:.40}"
         )
-    tokens = lm.encode(text)
+    tokens = lm.encode(text, parse_special=parse_special)
     with contextlib.suppress(JaxllmError):  # there may be no template
         if text and lm.chat_prompt(message) != tokens:
             log("(the model has a chat template: --chat applies it to the prompt)")

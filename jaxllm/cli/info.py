@@ -19,7 +19,7 @@ def info(
         import jax
 
         from jaxllm.cache import init_cache
-        from jaxllm.convert.registry import open_checkpoint, read_text_assets
+        from jaxllm.convert.registry import open_checkpoint, stores_tokenizer
         from jaxllm.models import build, param_shapes
         from jaxllm.models.moe import max_read_fraction
         from jaxllm.ops import native
@@ -44,7 +44,7 @@ def info(
         "recipe": list(opened.recipe),
         "ignored": list(opened.ignored),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
-        "tokenizer": read_text_assets(opened).tokenizer is not None,
+        "tokenizer": stores_tokenizer(opened),
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }

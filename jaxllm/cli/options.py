@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,7 +175,13 @@ def load_model(
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
         from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
+        from jaxllm.sharding.mesh_spec import parse_mesh
+        from jaxllm.weights.precision import freeze_rules
 
+        if quantize is not None:
+            freeze_rules(quantize)
+        if mesh is not None:
+            parse_mesh(mesh)
         if reuse_compiled:
             enable_compile_cache()
             load_first_programs((model, sys.argv[:2]))
@@ -320,6 +327,12 @@ def parts_dir(target: Path) -> Path:
     """Return the directory of the finished work of a run: OUT.parts, next to the result."""
     result = Path(os.path.realpath(target))
     return result.with_name(f"{result.name}.parts")
+
+
+def check_choice(option: str, value: str, names: Iterable[str]) -> None:
+    """Raise ConfigError for a value that is none of these names; call it before a model opens."""
+    if value not in names:
+        raise ConfigError(f"{option} must be one of {', '.join(names)}, got {value!r:.60}")
 
 
 def split_commas(text: str) -> list[str]:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import log, write
-from jaxllm.cli.eval_data import describe_text, encode_corpus
+from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.eval_data import BOS, describe_text, encode_corpus
 from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions
 from jaxllm.cli.options import (
     AsJson,
     Model,
     SelfExtend,
+    check_choice,
     check_plot_file,
     check_writable,
     load_model,
@@ -86,6 +87,14 @@ def perplexity(
     if journal is not None and multihost.is_multiprocess():
         raise ConfigError("--journal cannot be combined with --distributed: leave one out")
     corpus = eval_text.read(separate)
+    with spinner("starting"):
+        from jaxllm.evaluate.likelihood.windows import PROTOCOLS
+        from jaxllm.weights.precision import freeze_rules
+
+    check_choice("--protocol", protocol, PROTOCOLS)
+    check_choice("--bos", bos, BOS)
+    if other_quantize is not None:
+        freeze_rules(other_quantize)
     lm = loading.load(model, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.loss_by_position import (

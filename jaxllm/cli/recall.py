@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.option_groups import AdapterOptions
 from jaxllm.cli.options import (
     AsJson,
@@ -74,9 +74,10 @@ def recall(
     asked_lengths = _parse_numbers("--lengths", lengths, int)
     asked_depths = _parse_numbers("--depths", depths, float)
     check_plot_file("--picture", picture)
+    with spinner("starting"):
+        from jaxllm.evaluate.needle import grid, report
+    grid.select_policies(chosen)
     lm = loading.load(model, cache_dtype=cache_dtype)
-    from jaxllm.evaluate.needle import grid, report
-
     if lm.tokenizer is None:
         raise TokenError(f"{lm.path} has no tokenizer, which recall requires. Add its files there")
     if texts == "auto":

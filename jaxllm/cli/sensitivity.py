@@ -4,10 +4,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.eval_data import describe_text
 from jaxllm.cli.option_groups import EvalTextOptions
-from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_plot_file, load_model
+from jaxllm.cli.options import (
+    AsJson,
+    Dtype,
+    Exact,
+    Mesh,
+    Model,
+    check_choice,
+    check_plot_file,
+    load_model,
+)
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -42,6 +51,11 @@ def sensitivity(
     """
     check_plot_file("--plot", plot)
     corpus = eval_text.read()
+    with spinner("starting"):
+        from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
+        from jaxllm.weights.formats import parse_format
+    check_choice("--by", by, GROUPINGS)
+    parse_format(format)
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
     from jaxllm.files import finite_json

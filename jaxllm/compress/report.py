@@ -71,7 +71,7 @@ class StepEvaluator:
     show_progress: bool | None = None
 
     def original_row(self, journal: TensorStore) -> Row:
-        """Return the row of the original itself. journal: from `journal_of`."""
+        """Return the row of the original itself. journal: from `compress.pipeline.make_store`."""
         return self._load_or_measure(
             ORIGINAL, initial_state(self.original), None, journal.child("0")
         )

@@ -87,7 +87,7 @@ class Rope:
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
     truncate: bool | None = None
-    partial_rotary_factor: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)] | None = None
     short_factor: Divisors | None = None
     long_factor: Divisors | None = None
     divisors: Divisors | None = None
@@ -194,6 +194,7 @@ class Rope:
 ProblemType = Literal[
     "regression", "single_label_classification", "multi_label_classification"
 ]  # of transformers
+MAX_LABELS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ class ScoreHead:
     text's outputs are those of its last token that is not this one.
     """
 
-    labels: Annotated[tuple[str, ...], Meta(max_length=1 << 20)]
+    labels: Annotated[tuple[str, ...], Meta(max_length=MAX_LABELS)]
     problem_type: ProblemType | None = None
     pad_token_id: int | None = None
 

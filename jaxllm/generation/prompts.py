@@ -32,17 +32,23 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def encode_prompt(
-    prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None, bos: int | None
+    prompt: Prompt,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    bos: int | None,
+    *,
+    parse_special: bool = False,
 ) -> list[int]:
     """Return the token ids of one prompt; an empty prompt gives the begin-of-text token.
 
     tokenizer: encodes text, and prepends the begin-of-text token if the checkpoint requests it.
-    bos: the begin-of-text id; by default the tokenizer's.
+    bos: the begin-of-text id; by default the tokenizer's. parse_special: as for
+    `Tokenizer.encode`.
 
     Raises TokenError for an invalid prompt or ids outside the vocabulary.
     """
     if isinstance(prompt, str):
-        ids = _encode_text(prompt, tokenizer)
+        ids = _encode_text(prompt, tokenizer, parse_special)
         bos = tokenizer.bos_id if bos is None and tokenizer else bos
     else:
         ids = token_list(prompt, "a prompt is text or token ids")
@@ -79,7 +85,7 @@ def _remedy(prompt: Any) -> str:
     return ". Encode chat messages with lm.chat_prompt(messages)" * chat
 
 
-def _encode_text(text: str, tokenizer: Tokenizer | None) -> list[int]:
+def _encode_text(text: str, tokenizer: Tokenizer | None, parse_special: bool) -> list[int]:
     if tokenizer is None:
         if text:
             raise TokenError("the checkpoint has no tokenizer. Pass token ids instead of text")
@@ -90,4 +96,4 @@ def _encode_text(text: str, tokenizer: Tokenizer | None) -> list[int]:
         raise TokenError(
             f"the prompt is not valid Unicode: {error.reason} at index {error.start}"
         ) from None
-    return tokenizer.encode(text, bos=tokenizer.adds_bos)
+    return tokenizer.encode(text, bos=tokenizer.adds_bos, parse_special=parse_special)

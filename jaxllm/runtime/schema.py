@@ -44,16 +44,21 @@ def field_errors(instance: Any) -> list[str]:
         value = getattr(instance, name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
             continue
-        try:
-            msgspec.convert(value, hint, strict=True)
-        except msgspec.ValidationError as problem:
-            either = [h for h in (hint, *get_args(hint)) if get_origin(h) is Literal]
-            if either:
-                known = ", ".join(map(str, get_args(either[0])))
-                found.append(f"{name} must be one of {known}, got {value!r:.60}")
-            else:
-                found.append(_describe_problem(problem, value, name))
+        found += value_errors(value, hint, name)
     return found
+
+
+def value_errors(value: Any, hint: Any, name: str) -> list[str]:
+    """Return a message if a value violates an annotation, else nothing."""
+    try:
+        msgspec.convert(value, hint, strict=True)
+    except msgspec.ValidationError as problem:
+        either = [h for h in (hint, *get_args(hint)) if get_origin(h) is Literal]
+        if either:
+            known = ", ".join(map(str, get_args(either[0])))
+            return [f"{name} must be one of {known}, got {value!r:.60}"]
+        return [_describe_problem(problem, value, name)]
+    return []
 
 
 def _describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:

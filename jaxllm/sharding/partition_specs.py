@@ -77,8 +77,8 @@ def param_specs(path: str, leaf: Any, rule: PartitionRule, axes: MeshSpec, rows:
     size = leaf.shape[rule.split_dim(leaf.ndim)]
     if isinstance(leaf, WeightBase) or rule.fused_parts > 1 or size % parts:
         raise ConfigError(
-            f"{path} is not sharded, but the model expects shards. Load it with mesh=, or pass"
-            " model.shared(params)"
+            f"{path} is not sharded, but the model expects shards. Load it with mesh=, or shard the"
+            " parameters with model.shard"
         )
     return block_spec(rule, leaf.ndim)
 

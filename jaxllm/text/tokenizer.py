@@ -260,16 +260,10 @@ def _hide_special(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, 
     if isinstance(unknown := model.get("unk_token"), str) and unknown in hidden:
         model["unk_token"] = hidden[unknown]
     prefix = len(model.get("continuing_subword_prefix") or "")
-    if "merges" in model and (prefix or _may_involve(model["merges"], hidden)):
+    if "merges" in model:
         model["merges"] = [m for m in model["merges"] if _keeps_merge(m, prefix, hidden)]
     added = [t | {"content": hidden.get(t["content"], t["content"])} for t in tree["added_tokens"]]
     return tree | {"model": model, "added_tokens": added}
-
-
-def _may_involve(merges: Iterable[Any], names: Iterable[str]) -> bool:
-    """Return whether a name occurs in a merge, or in what it makes: a quick search for any."""
-    text = "\n".join(m if isinstance(m, str) else "".join(m) for m in merges).replace(" ", "")
-    return any(name.replace(" ", "") in text for name in names)
 
 
 def _keeps_merge(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:

@@ -153,7 +153,7 @@ def train(
     if not data.tokens:
         raise ConfigError("the data has no labels to learn: all of them are ignored")
     if plan.patience is not None and eval_data is None:
-        raise ConfigError("patience needs validation data (held_out)")
+        raise ConfigError("patience needs validation data: give eval_data")
     check_rows(setup.model, data.batch(0).token_BT.shape[0])
     named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
     settings = collect_settings(

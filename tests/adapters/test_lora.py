@@ -1,5 +1,8 @@
 """LoRA weights: products, gradients, DoRA, dropout, merging, and one adapter per batch row."""
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,8 @@ from jaxllm.adapters import (
     extract_adapter,
     merge_adapter,
     with_adapters,
+    write_adapter,
+    write_gguf_adapter,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_format, as_weight, to_dense
@@ -264,6 +269,32 @@ def test_invalid_lora_config_is_refused(tiny: tuple[Any, Any], options: Any, mes
     with pytest.raises(ConfigError) as caught:
         attach_new_lora(model.config, params, LoraConfig(**options), jax.random.key(0))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_adapters_of_other_models_are_refused(
+    tiny: tuple[Any, Any], three: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every operation on an adapter and a model raises ConfigError, naming what differs, if the
+    adapter or the parameters belong to another model: another family, more layers, or wider ones.
+    """
+    model, params = tiny
+    wider = dataclasses.replace(model.config, intermediate_size=2 * model.config.intermediate_size)
+    deeper = dataclasses.replace(model.config, num_hidden_layers=2)
+    others = random_model("gpt2", num_hidden_layers=1)[0].config, wider, deeper
+    on = attach_adapter(model.config, params, three["x"])
+    uses: tuple[Callable[[Any], object], ...] = (
+        lambda config: write_adapter(tmp_path / "x", three["x"], config),
+        lambda config: write_gguf_adapter(tmp_path / "x.gguf", three["x"], config),
+        lambda config: attach_adapter(config, params, three["x"]),
+        lambda config: with_adapters(config, params, three),
+        lambda config: extract_adapter(config, on, FIRST),
+        lambda config: merge_adapter(config, on),
+    )
+    for config, word in zip(others, ("c_attn", "mlp", "layers.1"), strict=True):
+        for use in uses:
+            with pytest.raises(ConfigError, match=word):
+                use(config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_conflicting_adapter_operations_are_refused(

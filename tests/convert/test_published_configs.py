@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 import jaxllm
 from jaxllm.convert.hf import TABLES, open_hf, read_config, unread_fields
@@ -108,6 +109,18 @@ def test_shrunk_published_model_equals_transformers(name: str, tmp_path: Path) -
     twin, ids = load_twin(tmp_path), tokens(1, 19)
     found = jaxllm.forward(twin.model, twin.params, None, ids).logits
     assert_close(found, twin.logits(ids))
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_class_names_are_those_that_transformers_writes(kind: str) -> None:
+    """config.json may name the plain, the causal and the classifying class of transformers."""
+    table = TABLES[kind]
+    for mapping, name in (
+        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, table.architectures[0]),
+        (modeling_auto.MODEL_MAPPING_NAMES, table.architectures[1]),
+        (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, table.classifier),
+    ):
+        assert mapping.get(kind) == name
 
 
 CHANGES: list[tuple[str, dict[str, Any], str]] = [

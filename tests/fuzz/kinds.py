@@ -1,5 +1,6 @@
 """Kinds of files to fuzz: how to write valid ones and how to read them."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -245,7 +246,8 @@ def _make_gguf(directory: Path) -> None:
     rules = [["lm_head.weight", "int8-g32-f16"], [r"layers\.0\..*", "int4-g32-f16"]]
     precision = Precision.from_dict({"quantize": rules})
     params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
-    checkpoint = with_params(_checkpoint("llama"), params, precision)
+    plain = dataclasses.replace(_checkpoint("llama"), generation={"eos_token_id": [2, 3]})
+    checkpoint = with_params(plain, params, precision)
     tokens = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
     tree = TokenizerTree({**tokens, "added_tokens": []}, {}, adds_bos=False)
     small = {name: i for name, i in tree.tree["model"]["vocab"].items() if i < 300}

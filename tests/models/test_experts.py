@@ -143,8 +143,8 @@ def test_expert_count_is_read_from_either_name() -> None:
     assert sparse.mlp_layer_types == ("dense", "sparse")
     for change, message in (
         ({"num_experts": 6}, "num_experts 6 and num_local_experts 5 differ|num_local_experts"),
-        ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) exceeds num_experts \(5\)"),
-        ({"num_local_experts": 0}, "num_experts"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) exceeds num_local_experts \(5\)"),
+        ({"num_local_experts": 0}, "num_local_experts must be"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_config({**mixtral, **change})

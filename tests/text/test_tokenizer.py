@@ -18,6 +18,7 @@ import jaxllm.text
 from jaxllm.errors import CheckpointError, TokenError
 from jaxllm.text import TOKENIZER_FILES, Tokenizer, has_tokenizer
 from jaxllm.text.byte_level import symbols_to_bytes
+from jaxllm.text.tokenizer import _hide_special
 
 SPECIALS = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<0x41>"]
 TEXTS = st.text() | st.lists(
@@ -74,6 +75,34 @@ def test_encode_ignores_merges_that_spell_special_tokens(mergeable_specials: Pat
     assert tokenizer.bos_id in raw.encode("<s>").ids
     assert tokenizer.bos_id not in tokenizer.encode("<s>")
     assert tokenizer.decode(tokenizer.encode("a <s>cat</s>")) == "a <s>cat</s>"
+
+
+def test_hiding_special_tokens_costs_lookups_only() -> None:
+    """What it costs to hide special tokens does not grow with their number: each piece and merge is
+    looked up, and no list of the tokens is searched. Only merges that involve one are removed.
+    """
+
+    class Lookups(dict[str, str]):
+        count = 0
+
+        def __contains__(self, name: object) -> bool:
+            self.count += 1
+            return super().__contains__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            self.count += 1
+            return super().get(name, default)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("the tokens are searched one by one")
+
+    merges = [("a", "b"), ("ab", "<s>"), ("<", "s>"), "a <7>", "< 7>", "b c"]
+    content = tree({name: i for i, name in enumerate("abc")}, added_tokens=[added(3, "<s>")])
+    content["model"]["merges"] = merges * 50
+    hidden = Lookups({"<s>": "x", **{f"<{i}>": f"y{i}" for i in range(2000)}})
+    kept = _hide_special(content, hidden)["model"]["merges"]
+    assert kept == [("a", "b"), "b c"] * 50
+    assert hidden.count <= 3 * 300 + 10
 
 
 @pytest.mark.parametrize(

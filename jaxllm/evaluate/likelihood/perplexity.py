@@ -64,7 +64,7 @@ class Perplexity:
 def measures_to_json(measures: Any) -> dict[str, Any]:
     """Return the fields of a `Perplexity`, or of a `Divergence` without its perplexities.
 
-    An estimate `x` becomes two numbers, `x` and `x_error`.
+    An estimate becomes two numbers, its own name and that with `_error` after it.
     """
     numbers: dict[str, Any] = {}
     for name, value in vars(measures).items():

@@ -122,7 +122,7 @@ def recall(
     if tries < 1 or not lengths or not depths:
         raise ConfigError("recall needs at least one length, one depth and one try")
     if SELF_EXTEND in chosen and extended_model is None:
-        raise ConfigError("policy self-extend requires the extended model (LM.self_extended)")
+        raise ConfigError("policy self-extend needs extended_model, the model with Self-Extend")
     if SELF_EXTEND in chosen and extended_model is not None:
         reach = extended_model.config.context_length
         if max(lengths) > reach:

@@ -22,16 +22,26 @@ from jaxllm.grammar.vocabulary import make_vocabulary
 from jaxllm.models.inputs import check_longrope_limit, check_predicts_tokens
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime import multihost
+from jaxllm.runtime.validation import check_int
 from jaxllm.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 
 # Fields of generation_config.json that would change the tokens, and their neutral values.
 UNSUPPORTED: dict[str, Any] = {
-    "diversity_penalty": 0.0,
-    "num_beam_groups": 1,
     "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
     "force_words_ids": None,
+    "max_time": None,
+    "num_beam_groups": 1,
+    "renormalize_logits": False,
+    "token_healing": False,
+    "top_h": None,
+    "watermarking_config": None,
 }
 
 
@@ -69,7 +79,7 @@ def resolve_options(
     if not OPTIONS["num_return_sequences"].is_taken_by(decoder_type, kind):
         merged["num_return_sequences"] = 1
     n, eos = merged["num_return_sequences"], merged["eos_token_id"] or ()
-    new = _token_budget(config, prompts, merged["max_new_tokens"], merged["overflow"])
+    new = _token_budget(config, prompts, options, generation, merged["overflow"])
     longest = max(map(len, prompts)) + (max(new) if isinstance(new, list) else new)
     rows = len(prompts) * decoder.rows_per_prompt(n)
     _check_memory(config, rows, longest, merged, cache_dtype)
@@ -103,9 +113,22 @@ def resolve_options(
 def _token_budget(
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: Any,
+    options: Mapping[str, Any],
+    generation: Mapping[str, Any],
     overflow: OverflowPolicy | None,
 ) -> int | list[int]:
+    """Return the number of new tokens, or one for each prompt if the call gives a list.
+
+    The checkpoint's `max_new_tokens`, else its `max_length`, which counts the prompt, is a default:
+    the context limits it.
+    """
+    max_new_tokens = options.get("max_new_tokens")
+    usual, length = (
+        None
+        if (given := generation.get(name)) is None
+        else check_int(f"generation_config.json: {name}", given, 1)
+        for name in ("max_new_tokens", "max_length")
+    )
     requested = (
         max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts)
     )
@@ -118,7 +141,8 @@ def _token_budget(
     for prompt, n in zip(prompts, requested, strict=True):
         room = config.context_length - len(prompt)
         if n is None:
-            n = DEFAULT_NEW_TOKENS if overflow else min(DEFAULT_NEW_TOKENS, room)
+            n = usual or (max(length - len(prompt), 1) if length else DEFAULT_NEW_TOKENS)
+            n = n if overflow else min(n, room)
             if config.original_context is not None and len(prompt) <= config.original_context:
                 n = min(n, config.original_context - len(prompt) + 1)  # the last token is never run
         if overflow is None and room < max(n, 1):

@@ -51,7 +51,7 @@ def qat(
     it would split a quantization group or if `dynamic_inputs` is set.
     """
     if learn_input_scales and observed_params is None:
-        raise ConfigError("learned_inputs needs observed input ranges: give observed")
+        raise ConfigError("learn_input_scales needs observed input ranges: give observed_params")
     dtype = check_dtype("dtype", dtype)
     floats = dataclasses.replace(lm.model.precision, quantize=None, int8_inputs=dynamic_inputs)
     floats = floats.with_dtype(dtype)

@@ -18,8 +18,8 @@ from jaxllm.convert.gguf.pre_tokenizers import (
     pre_tokenizer_json,
 )
 from jaxllm.convert.gguf.reader import read_parts
-from jaxllm.convert.gguf.tokenizer_read import read_tokenizer
-from jaxllm.convert.gguf.tokenizer_write import make_tokenizer_keys
+from jaxllm.convert.gguf.tokenizer_read import find_ends, read_tokenizer
+from jaxllm.convert.gguf.tokenizer_write import dropped_settings, make_tokenizer_keys
 from jaxllm.convert.registry import assets_from_gguf
 from jaxllm.errors import CheckpointError, TemplateError
 from jaxllm.text.save_tokenizer import write_tokenizer
@@ -336,6 +336,42 @@ def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     write_tokenizer(tree, None, tmp_path / "hf")
     assert Tokenizer.from_directory(tmp_path / "hf").end_id == 0
+
+
+QWEN = ["a", "<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "</s>"]
+HARMONY = ["<|end|>", "<|return|>", "a", "<|call|>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "ends"),
+    [
+        (["<eos>", "b", "<end_of_turn>"], {"eos": 0}, [0, 2]),
+        (["a", "<|eot_id|>", "b", "<|eom_id|>", "<|end_of_text|>"], {"eos": 2}, [2, 1, 3, 4]),
+        (QWEN, {"eos": 2}, [2, 1, 3, 4, 5]),
+        (QWEN, {"eos": 0, "eot": 2, "fim_pad": 6}, [0, 2, 1, 6, 4, 5]),  # a key comes before names
+        (["<fim_pad>", "[PAD]", "<PAD>"], {}, [0]),
+        (HARMONY, {"eos": 1, "eot": 0}, [1, 3]),
+        (HARMONY[:2], {"eos": 1}, [1, 0]),
+        (["a", "b"], {}, []),
+    ],
+)
+def test_texts_end_at_tokens_known_by_name(
+    tokens: list[str], keys: dict[str, int], ends: list[int]
+) -> None:
+    """The ids that end a text are those of llama.cpp's rules: by keys, and by names in the
+    vocabulary, but "</s>", which is ordinary text for some.
+    """
+    settings = {f"tokenizer.ggml.{name}_token_id": index for name, index in keys.items()}
+    assert find_ends({"tokenizer.ggml.tokens": tokens, **settings}) == ends
+
+
+def test_settings_without_a_gguf_key_are_listed() -> None:
+    """Ends of text beyond GGUF's three keys, and sampling settings, are named when they are lost;
+    readers know some ends by name.
+    """
+    keys = {"tokenizer.ggml.tokens": ["a", "b", "<|im_end|>"], "tokenizer.ggml.eos_token_id": 0}
+    generation = {"eos_token_id": [0, 1, 2], "top_k": 5, "do_sample": False, "_x": 1, "top_p": None}
+    assert dropped_settings(generation, keys) == ["eos_token_id 1", "top_k"]
 
 
 def test_chat_template_uses_special_tokens(tmp_path: Path) -> None:
