@@ -37,7 +37,9 @@ class GPT2Architecture(Architecture):
         fields, complaints = read_fields(self, data)
         context = fields.get("max_position_embeddings")
         if data.get("n_ctx") not in (None, context):
-            complaints.append(f"n_ctx {data['n_ctx']!r:.40} differs from n_positions {context!r:.40}")
+            complaints.append(
+                f"n_ctx {data['n_ctx']!r:.40} differs from n_positions {context!r:.40}"
+            )
         refuse("config.json", complaints)
         head_dim = divide_exactly("hidden_size", fields, "num_attention_heads")
         if fields["intermediate_size"] is None:

@@ -83,7 +83,7 @@ def print_answer(
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     body |= {"model": model} if model else {}
     if "max_tokens" not in body:
-        body |= {"max_tokens": DEFAULT_TOKENS, "fit_max_tokens": True}
+        body |= {"max_tokens": DEFAULT_TOKENS}
     text, finish, first = "", None, None
     usage: dict[str, Any] = {}
     if echo and not as_json:

@@ -39,7 +39,7 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 def unsupported(what: str, param: str | None = None) -> ApiError:
     """Return the error of a request for what this server does not do."""
-    return ApiError(501, f"{what} is not supported", type="not_supported_error", param=param)
+    return ApiError(400, f"{what} is not supported", param=param, code="not_supported")
 
 
 def from_model(error: ModelError) -> ApiError:

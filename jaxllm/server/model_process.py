@@ -24,8 +24,10 @@ from jaxllm.errors import (
     JaxllmError,
     OverloadError,
     RequestError,
+    SamplingError,
     TokenError,
 )
+from jaxllm.generation.prompts import token_list
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
@@ -336,12 +338,17 @@ class ModelProcess:
         options = {**extra, **frame["options"]}
         if options.get("temperature") is None and not _decides_sampling(self.lm, options):
             options["temperature"] = 1.0  # as in OpenAI's interface
-        prompt = self.lm.encode(self._read_prompt(frame))
+        if "prompt" in frame:
+            prompt = self._encode_prompt(frame["prompt"], frame.get("add_special", True))
+        else:
+            prompt = self._encode_messages(frame)
+        prompt = _cut_prompt(prompt, frame["extra"].get("truncate_prompt_tokens"), self.context)
         room = self.context - len(prompt)
+        if room < 1:
+            raise _ContextExceeded(len(prompt), self.context)
         new = options.get("max_new_tokens")
-        if room < 1 or (new is not None and new > room and not frame.get("fit_max_tokens")):
-            raise _ContextExceeded(len(prompt), new, self.context)
         options["max_new_tokens"] = room if new is None else min(new, room)
+        options |= self._read_token_lists(frame["extra"])
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):
@@ -367,8 +374,26 @@ class ModelProcess:
 
         return find_style(getattr(self.lm.chat_template, "source", ""))
 
-    def _read_prompt(self, frame: Frame) -> Any:
-        return frame["prompt"] if "prompt" in frame else self._encode_messages(frame)
+    def _encode_prompt(self, prompt: Any, add_special: bool = True) -> list[int]:
+        """Return the ids of a prompt, whose text may name special tokens, as other servers do."""
+        if add_special or not isinstance(prompt, str) or self.lm.tokenizer is None:
+            return self.lm.encode(prompt, parse_special=True)
+        return self.lm.encode(self.lm.tokenizer.encode(prompt, parse_special=True))
+
+    def _read_token_lists(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options for vLLM's `stop_token_ids` and `bad_words`."""
+        options: dict[str, Any] = {}
+        if stops := extra.get("stop_token_ids"):
+            usual = self.lm.generation.get("eos_token_id")
+            ends = [usual] if isinstance(usual, int) else [*(usual or ())]
+            options["eos_token_id"] = [*ends, *token_list(stops, "stop_token_ids")]
+        if words := extra.get("bad_words"):
+            if self.lm.tokenizer is None or not isinstance(words, list):
+                raise SamplingError(f"bad_words must be a list of texts, got {words!r:.60}")
+            banned = [self.lm.tokenizer.encode(f"{space}{word.lstrip()}")
+                      for word in map(str, words) for space in ("", " ")]  # fmt: skip
+            options["bad_words_ids"] = [ids for ids in banned if ids]
+        return options
 
     def _encode_messages(self, frame: Frame) -> list[int]:
         if self.lm.tokenizer is None:
@@ -391,9 +416,13 @@ class ModelProcess:
         return text[: text.rindex(_ROLE_ENDS)]
 
     def _describe_logprobs(self, chunk: "StreamChunk") -> list[Any]:
-        """Return `[log-probability, bytes, [[bytes, log-probability], ...]]` of a token."""
+        """Return a token's log-probability, bytes and likeliest others; whether it is text."""
         top = [[self._token_bytes(t), lp] for t, lp in chunk.top_logprobs or []]
-        return [chunk.logprob, self._token_bytes(chunk.token), top]
+        return [chunk.logprob, self._token_bytes(chunk.token), top, self._is_text(chunk.token)]
+
+    def _is_text(self, token: int) -> bool:
+        """Whether a token's bytes are a part of the text: not those of a special token's name."""
+        return self.lm.tokenizer is not None and bool(self._bytes_V[token])
 
     def _token_bytes(self, token: int) -> bytes:
         """Return a token's bytes; for a special token those of its name."""
@@ -422,7 +451,7 @@ class ModelProcess:
         elif lm.tokenizer is None:
             raise TokenError("the model has no tokenizer")
         else:
-            bos = frame["add_special"] and lm.tokenizer.adds_bos
+            bos = frame["add_special"] and lm.tokenizer.adds_bos  # "" is no error here
             tokens = lm.tokenizer.encode(frame["text"], bos=bos, parse_special=True)
         pieces = [self._token_bytes(token) for token in tokens] if frame.get("pieces") else None
         return {"tokens": tokens, "pieces": pieces}
@@ -432,7 +461,7 @@ class ModelProcess:
         texts = self.lm.encode_texts(frame["texts"], **frame["prompt"])
         for text in texts:
             if len(text) > self.lm.config.context_length:
-                raise _ContextExceeded(len(text), None, self.lm.config.context_length)
+                raise _ContextExceeded(len(text), self.lm.config.context_length)
         vectors = [b""] * len(texts)
         for piece in _split_pieces(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
             yield
@@ -464,9 +493,9 @@ class ModelProcess:
         from jaxllm.server.branch_view import describe_tokens
 
         lm = self.lm.with_adapter(frame.get("adapter"))
-        ids = lm.encode(frame["prompt"])
+        ids = self._encode_prompt(frame["prompt"])
         if len(ids) > self.context:
-            raise _ContextExceeded(len(ids), None, self.context)
+            raise _ContextExceeded(len(ids), self.context)
         return describe_tokens(lm, ids)
 
     def _score(self, frame: Frame) -> Frame:
@@ -474,7 +503,7 @@ class ModelProcess:
         from jaxllm.generation.embeddings import prompt_logprobs
 
         lm = self.lm.with_adapter(frame.get("adapter"))
-        ids = lm.encode(frame["prompt"])
+        ids = self._encode_prompt(frame["prompt"])
         logprob_T, top_TN, top_logprob_TN = prompt_logprobs(
             lm.model, lm.params, ids, top=frame["top"]
         )
@@ -484,6 +513,7 @@ class ModelProcess:
         ]
         return {
             "tokens": [self._token_bytes(token) for token in ids],
+            "is_text": [self._is_text(token) for token in ids],
             "logprobs": logprob_T.tolist(),
             "top": tops,
         }
@@ -502,12 +532,22 @@ def _split_pieces(items: Sequence[Any]) -> Generator[Sequence[Any]]:
         yield items[start : start + PIECE_TEXTS]
 
 
+def _cut_prompt(prompt: list[int], count: Any, context: int) -> list[int]:
+    """Return a prompt's last `count` tokens (vLLM's `truncate_prompt_tokens`); -1: what fits."""
+    if count is None:
+        return prompt
+    if type(count) is not int or (count < 1 and count != -1):
+        raise SamplingError(
+            f"truncate_prompt_tokens must be a whole number from 1, or -1, got {count!r:.40}"
+        )
+    return prompt[-(context - 1 if count == -1 else count) :]
+
+
 class _ContextExceeded(CapacityError):
     """A prompt does not fit; has the numbers that clients show."""
 
-    def __init__(self, prompt: int, new: int | None, context: int) -> None:
-        asked = "" if new is None else f" and {new} new ones"
-        super().__init__(f"{prompt} tokens{asked} do not fit into the context of {context}")
+    def __init__(self, prompt: int, context: int) -> None:
+        super().__init__(f"{prompt} tokens do not fit into the context of {context}")
         self.numbers = {"n_prompt_tokens": prompt, "n_ctx": context}
 
 

@@ -18,14 +18,20 @@ MAX_STOPS = 16
 MAX_COMPLETION_LOGPROBS = 20
 MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
-_REFUSED = {"suffix": "suffix", "audio": "audio", "modalities": "audio", "functions": "functions",
-            "web_search_options": "web search", "prediction": "prediction",
-            "lora": "lora (the model's name chooses the adapter)"}  # fmt: skip
+# What would change the answer and is not there; what a value asks for in vain is no reason.
+_REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web search",
+            "functions": "functions (use tools)", "max_length": "max_length (use max_tokens)",
+            "lora": "lora (the model's name chooses the adapter)",
+            "ebnf": "ebnf (use lark or gbnf)", "n_probs": "n_probs (use logprobs)", "allowed_token_ids": "allowed_token_ids (use a"
+            " grammar or logit_bias)", "use_beam_search": "use_beam_search (use num_beams offline)",
+            **{name: name for name in ("suffix", "prediction", "prompt_logprobs", "structural_tag",
+            "guided_whitespace_pattern", "thinking_token_budget", "samplers",
+            "include_stop_str_in_output")}}  # fmt: skip
 _RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
            "frequency_penalty": (-10, 10)}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Names of other servers -> ours.
-_ALIASES = {"n_predict": "max_new_tokens", "typical": "typical_p", "repeat_penalty":
+_ALIASES = {"typical": "typical_p", "repeat_penalty":
             "repetition_penalty", "min_tokens": "min_new_tokens", "guided_json": "json_schema",
             "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark",
             "grammar": "gbnf"}  # fmt: skip
@@ -66,11 +72,7 @@ def read_completion(body: Body) -> GenerationCall:
         logprobs = _integer(body, "logprobs", 0, 0, MAX_COMPLETION_LOGPROBS)
     options = _read_options(body)
     echo = _boolean(body, "echo")
-    limit = _integer(body, "max_tokens", DEFAULT_COMPLETION_TOKENS, 0, None)
-    if "max_new_tokens" not in options:
-        options["max_new_tokens"] = limit
-    if not options["max_new_tokens"] and not echo:
-        raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
+    options["max_new_tokens"] = _read_limit(body, DEFAULT_COMPLETION_TOKENS, 0 if echo else 1)
     base = {"extra": _read_extra(body), "logprobs": logprobs, **_read_flags(body)}
     frames = [
         {**base, "prompt": prompt, "options": {**options, "seed": _nth_seed(options["seed"], i)}}
@@ -93,9 +95,7 @@ def read_chat(body: Body) -> GenerationCall:
     elif body.get("top_logprobs"):
         raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
     options = _read_options(body)
-    for name in ("max_completion_tokens", "max_tokens"):
-        if body.get(name) is not None:
-            options.setdefault("max_new_tokens", _integer(body, name, 1, 1, None))
+    options["max_new_tokens"] = _read_limit(body, None, 1)
     tools, forces_tool = _read_tools(body)
     conversation = read_conversation(body)
     frame = {**conversation, "extra": _read_extra(body), "logprobs": logprobs, "tools": tools,
@@ -108,6 +108,14 @@ def read_chat(body: Body) -> GenerationCall:
         read_model_name(body), frames, *_read_stream(body), logprobs, False, forces_tool,
         _boolean(body, "return_token_ids"),
     )  # fmt: skip
+
+
+def _read_limit(body: Body, default: int | None, low: int) -> int | None:
+    """Return the limit of new tokens under its first name here; None or -1 is the context's."""
+    for name in ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict"):
+        if (value := body.get(name)) is not None:
+            return None if value == -1 else _integer(body, name, 1, low, None)
+    return default
 
 
 def read_conversation(body: Body) -> dict[str, Any]:
@@ -237,6 +245,12 @@ def _read_options(body: Body) -> dict[str, Any]:
     for name, what in _REFUSED.items():
         if body.get(name) and body[name] != ["text"]:
             raise unsupported(what, name)
+    if body.get("skip_special_tokens") is False:
+        raise unsupported("skip_special_tokens=false", "skip_special_tokens")
+    repetition = body.get("repeat_penalty", body.get("repetition_penalty"))
+    if body.get("repeat_last_n") not in (None, -1) and repetition not in (None, 1):
+        raise unsupported("repeat_last_n (the penalty counts the whole text: send -1)",
+                          "repeat_last_n")  # fmt: skip
     options: dict[str, Any] = {}
     for name, (low, high) in _RANGES.items():
         if body.get(name) is not None:
@@ -281,21 +295,25 @@ def _read_structure(body: Body) -> dict[str, Any]:
 
 
 def _read_flags(body: Body) -> dict[str, bool]:
-    """Return whether ends of text are ignored, and whether max_tokens may be cut to what fits."""
-    return {name: _boolean(body, name) for name in ("ignore_eos", "fit_max_tokens")}
+    """Return whether ends of text are ignored, and whether a prompt may be begun."""
+    adds = body.get("add_special_tokens") is None or _boolean(body, "add_special_tokens")
+    return {"ignore_eos": _boolean(body, "ignore_eos"), "add_special": adds}
 
 
 def _read_extra(body: Body) -> dict[str, Any]:
     """Return all fields, for the options of `LM.generate` among them, under our names."""
-    return {_ALIASES.get(name, name): value for name, value in body.items() if name not in _OURS}
+    extra = {_ALIASES.get(name, name): body[name] for name in body if name not in _OURS}
+    if extra.get("top_k") == -1:  # vLLM's word for all
+        del extra["top_k"]
+    return extra
 
 
 # Fields that have a meaning of their own here.
 _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop",
          "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
-         "max_tokens", "max_completion_tokens", "tools", "tool_choice", "response_format",
-         "structured_outputs", "stream", "stream_options", "user", "metadata",
-         "fit_max_tokens", "return_token_ids"}  # fmt: skip
+         "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "tools",
+         "tool_choice", "response_format", "structured_outputs", "stream", "stream_options", "user", "metadata",
+         "return_token_ids", "add_special_tokens"}  # fmt: skip
 
 
 def read_model_name(body: Body) -> str:

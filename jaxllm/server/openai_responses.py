@@ -1,5 +1,6 @@
 """Answers in OpenAI's JSON: whole completions, chunks of a stream, log-probabilities."""
 
+import codecs
 import json
 import secrets
 import time
@@ -98,7 +99,8 @@ class Choice:
         self._calls: list[Json] = []
         self._finish: str | None = None
         self._shown: list[tuple[bytes, float, list[Any]]] = []
-        self._first_shown = self._offset = 0
+        self._text_tokens: list[bytes] = []  # those of `_shown`, empty where they are no text
+        self._first_shown = 0
         self._begun = False
         self._shows_ids = shows_ids
         self._ids: list[int] = []
@@ -109,6 +111,10 @@ class Choice:
         self._text = text
         if scored is None:
             return
+        self._text_tokens += [
+            token if is_text else b""
+            for token, is_text in zip(scored["tokens"], scored["is_text"], strict=True)
+        ]
         self._shown += [(scored["tokens"][0], float("nan"), [])]
         rows = zip(scored["tokens"][1:], scored["logprobs"], scored["top"], strict=True)
         self._shown += [(token, logprob, top) for token, logprob, top in rows]
@@ -119,6 +125,7 @@ class Choice:
         self._ids.append(token)
         if shown:
             self._shown.append((shown[1], shown[0], shown[2]))
+            self._text_tokens.append(shown[1] if shown[3] else b"")
         if self._tools is not None:
             piece = self._tools.push(piece)
         if finish is not None:
@@ -167,7 +174,7 @@ class Choice:
 
     def format_choice(self) -> Json:
         """Return the finished choice."""
-        self._first_shown = self._offset = self._first_id = 0
+        self._first_shown = self._first_id = 0
         logprobs, ids = self._take_logprobs(), self._take_ids()
         if not self._chat:
             return {"index": self.index, "text": self._text, "logprobs": logprobs,
@@ -199,21 +206,32 @@ class Choice:
         """Return the log-probabilities that were not returned before."""
         if self._logprobs is None:
             return None
-        new, self._first_shown = self._shown[self._first_shown :], len(self._shown)
+        first, self._first_shown = self._first_shown, len(self._shown)
+        new = self._shown[first:]
         if self._chat:
             return {"content": [_chat_token(*item, self._logprobs) for item in new],
                     "refusal": None}  # fmt: skip
         texts = [_text(token) for token, _, _ in new]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [None if lp != lp else _number(lp) for _, lp, _ in new],
             "top_logprobs": [_top(*item, self._logprobs) for item in new],
-            "text_offset": offsets,
+            "text_offset": _text_offsets(self._text_tokens, self._text)[first:],
         }
+
+
+def _text_offsets(tokens: Sequence[bytes], text: str) -> list[int]:
+    """Return where each token begins in a text: at the character that it begins or is a part of.
+
+    Some tokenizers drop the first token's space.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, found = [], ""
+    for token in tokens:
+        offsets.append(len(found))
+        found += decoder.decode(token)
+    dropped = found.startswith(" ") and not text.startswith(" ")
+    return [max(0, min(offset - dropped, len(text))) for offset in offsets]
 
 
 def _make_call(call: Json, index: int) -> Json:

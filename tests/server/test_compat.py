@@ -111,6 +111,63 @@ def test_timings_add_up(server: RunningServer) -> None:
     assert "timings" not in several
 
 
+def test_fields_of_other_servers_are_honored(server: RunningServer, lm: Any) -> None:
+    """vLLM's and llama.cpp's fields mean what they mean there (their documentation)."""
+    greedy = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0,
+              "return_token_ids": True}  # fmt: skip
+
+    def ask(**fields: Any) -> tuple[Any, Any]:
+        status, found = post(server, "/v1/completions", {**greedy, **fields})
+        assert status == 200, found
+        return found["choices"][0], found["usage"]
+
+    plain = ask()[0]["token_ids"]
+    end = next(i for i in range(1, 8) if plain[i] not in plain[:i])
+    stopped = ask(stop_token_ids=[plain[end]])[0]
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (plain[: end + 1], "stop")
+    word = lm.decode(plain[:1]).strip()
+    assert plain[0] not in ask(bad_words=[word])[0]["token_ids"]
+    assert ask(truncate_prompt_tokens=3)[1]["prompt_tokens"] == 3
+    for limit in ({"max_tokens": None, "n_predict": 3}, {"max_tokens": None, "max_new_tokens": 3}):
+        assert len(ask(**limit)[0]["token_ids"]) == 3
+    for limit in ({"max_tokens": -1}, {"max_tokens": 32_000}):  # the context's, 512
+        assert ask(prompt=[5] * 508, ignore_eos=True, **limit)[1]["total_tokens"] == 512
+    drawn = {"temperature": 1.5, "seed": 7}
+    assert ask(**drawn, top_k=-1)[0] == ask(**drawn)[0]
+
+
+def test_prompts_name_special_tokens(server: RunningServer, lm: Any) -> None:
+    """A text's special tokens are read as /tokenize, vLLM and llama.cpp read them."""
+    text = "<|eos|>Once upon"
+    _, found = post(server, "/tokenize", {"prompt": text})
+    assert found["tokens"][:2] == [lm.tokenizer.bos_id, lm.tokenizer.eos_id]
+    body = {"prompt": text, "max_tokens": 1}
+    for adds, count in ((True, found["count"]), (False, found["count"] - 1)):
+        asked = {**body, "add_special_tokens": adds}
+        _, answer = post(server, "/v1/completions", asked)
+        assert answer["usage"]["prompt_tokens"] == count
+
+
+def test_text_offsets_index_the_text(server: RunningServer) -> None:
+    """A token begins where its text is: special tokens have none, and parts of a character begin
+    with it.
+    """
+    echo = {"prompt": "Once", "max_tokens": 0, "echo": True, "logprobs": 0}
+    _, found = post(server, "/v1/completions", echo)
+    logprobs = found["choices"][0]["logprobs"]
+    assert (logprobs["tokens"], logprobs["text_offset"]) == (["<|bos|>", "Once"], [0, 0])
+    body = {"prompt": "Once", "regex": "早😊 a", "logprobs": 1, "max_tokens": 20}
+    (choice,) = post(server, "/v1/completions", body)[1]["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert text == "早😊 a"
+    parts = [(t, at) for t, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)]
+    offsets = [at for _, at in parts]
+    assert offsets == sorted(offsets) and max(offsets) <= len(text)
+    whole = [(t, at) for t, at in parts if "\ufffd" not in t and not t.startswith("<|")]
+    assert whole and all(text.startswith(t, at) for t, at in whole)
+    assert {at for t, at in parts if "\ufffd" in t} == {0, 1}
+
+
 def test_two_answers_at_end_are_refused(server: RunningServer) -> None:
     """Which of the two goes on is unclear, so the client must choose."""
     answers = [{"role": "assistant", "content": "Once"}, {"role": "assistant", "content": "upon"}]
@@ -133,7 +190,7 @@ def test_template_gets_reasoning_effort(tmp_path: Path) -> None:
         asked["chat_template_kwargs"] = {"enable_thinking": "on"}
         assert post(server, "/apply-template", asked)[1]["prompt"] == "high on"
         assert json.loads(get(server, "/v1/models"))["data"][0]["max_model_len"] == 512
-        status, found = post(server, "/v1/completions", {"prompt": "x", "max_tokens": 600})
+        status, found = post(server, "/v1/completions", {"prompt": [5] * 512})
         assert status == 400 and found["error"]["n_ctx"] == 512
         ends = post(server, "/v1/chat/completions", {**CHAT, "seed": 1, "ignore_eos": True})[1]
         assert ends["usage"]["total_tokens"] == 512
@@ -143,4 +200,4 @@ def test_adapters_by_number_are_refused(server: RunningServer) -> None:
     """llama.cpp's `lora` would change the answer, so it is not ignored."""
     body = {"prompt": "x", "lora": [{"id": 0, "scale": 0.5}]}
     status, found = post(server, "/v1/completions", body)
-    assert status == 501 and "chooses the adapter" in found["error"]["message"]
+    assert status == 400 and "chooses the adapter" in found["error"]["message"]

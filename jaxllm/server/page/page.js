@@ -96,7 +96,7 @@ function showError(error) {
 }
 
 function sampling() {
-  const options = { model: $("model").value, fit_max_tokens: true };
+  const options = { model: $("model").value };
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     if ($(name).value !== "") options[name] = Number($(name).value);
   }
