@@ -75,7 +75,7 @@ def generate_with_guidance(
         )
         text_L[end] = token_B[0]
         end += 1
-        if end == len(text_L) or text_L[end - 1] in ends:
+        if end == start + max_new_tokens or text_L[end - 1] in ends:
             return text_L[start:end].tolist()
         both_B = jnp.broadcast_to(token_B, (2,))
         out = decode_step(model, params, out.cache, both_B, donate=True)
