@@ -118,8 +118,8 @@ def test_embeddings_refuse_invalid_arguments() -> None:
         embeddings(model, params, texts, **options)
 
     for options, message in (
-        ({"layer": 4}, "layer must be from 0 to 3, or -1, got 4"),
-        ({"layer": -2}, "layer must be"),
+        ({"layer": 4}, "layer must be from -4 to 3, got 4"),
+        ({"layer": -5}, "layer must be"),
         ({"normalize": "yes"}, "normalize must be True or False, got 'yes'"),
         ({"layer": 1.0}, "layer must be"),
         ({"pooling": "max"}, "pooling must be one of mean, last, cls, got 'max'"),

@@ -65,7 +65,7 @@ def embeddings(
     Args:
         texts: lists of token ids (see `LM.encode`).
         layer: 0 for the token embeddings, n for the output of block n, -1 for the last, after the
-            final norm; the numbering of transformers' hidden_states.
+            final norm, -2 for the one before; the numbering of transformers' hidden_states.
         pooling: "mean", "last" or "cls" (the first token).
         normalize: scale to Euclidean norm 1.
         batch: texts per batch. Texts of similar lengths run together, padded to a power of two.
@@ -247,8 +247,8 @@ def _padded_width(length: int) -> int:
 def _check_options(model: Model, layer: int, pooling: str, batch: int) -> int:
     """Check the options; return the layer as a non-negative index."""
     count = model.config.num_hidden_layers + 1
-    if not is_integer(layer) or not -1 <= layer < count:
-        raise ConfigError(f"layer must be from 0 to {count - 1}, or -1, got {layer!r:.40}")
+    if not is_integer(layer) or not -count <= layer < count:
+        raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
     if not isinstance(pooling, str) or pooling not in POOLING_MASKS:
         raise ConfigError(f"pooling must be one of {', '.join(POOLING_MASKS)}, got {pooling!r:.40}")
     check_int("batch", batch, 1, error=ConfigError)

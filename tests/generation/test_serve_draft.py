@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 import jaxllm
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import ConfigError, SamplingError
+from jaxllm.generation.batching import scheduler
 from jaxllm.generation.batching.requests import Event, Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
@@ -30,6 +31,30 @@ from tests.tiny_models import VOCAB, random_model, tokens
 pytestmark = pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
 
 CAPACITY = 72
+
+
+class Pace:
+    """Drafts in every round, or in `drafting` rounds after as many without."""
+
+    clock = staticmethod(float)
+    drafting = 0
+
+    def __init__(self) -> None:
+        self.drafts, self.left = not self.drafting, self.drafting
+
+    def record(self, rounds: int, tokens: float, seconds: float) -> None:
+        self.left -= rounds
+        if self.drafting and self.left <= 0:
+            self.drafts, self.left = not self.drafts, self.drafting
+
+
+@pytest.fixture(autouse=True)
+def _pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure no time: what is drafted follows from the requests."""
+    monkeypatch.setattr(Pace, "drafting", 0)
+    monkeypatch.setattr(scheduler, "DraftPace", Pace)
+
+
 TEXT = tokens(1, 40, seed=7)[0]
 DRAFTS = ("itself", "another", "lookup")
 REGEX, SCHEMA = r"([a-c]{1,3}-)*x", {"type": "array", "items": {"enum": [1, "b", None]}}
@@ -123,6 +148,17 @@ def test_draft_keeps_every_bit(draft: str) -> None:
         assert drafts < 0.4 * events[-1].step.generated_tokens
     elif draft == "lookup":
         assert 0 < accepted < proposed
+
+
+def test_resting_draft_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that rests and comes back changes nothing, and has then read what it missed."""
+    monkeypatch.setattr(Pace, "drafting", 2)
+    events = run([make_request(i, max_new_tokens=20) for i in (0, 2)], "itself", burst=2)
+    found = results(events)
+    assert found == results(run([make_request(i, max_new_tokens=20) for i in (0, 2)], "none"))
+    proposed, accepted, drafts = events[-1].step.draft_stats
+    assert 0 < accepted == proposed
+    assert drafts < 12
 
 
 @settings(max_examples=4)

@@ -44,6 +44,8 @@ def plan_rounds(state: ServeState, burst: int, chunk: int) -> tuple[ServeState, 
     watched = any(seat.request.until is not None for seat in seats.values())
     if not all(seat.can_burst for seat in seats.values()) or (watched and not draft.width):
         return state, 0
+    if not draft.width:
+        return state, burst
     lengths = {row: (seat.num_drafted, seat.num_run - 1) for row, seat in seats.items()}
     draft, ran = catch_up(draft, state.context.token_BL, lengths, chunk)
     seats = {row: dataclasses.replace(seat, num_drafted=ran[row]) for row, seat in seats.items()}

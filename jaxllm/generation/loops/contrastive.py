@@ -25,7 +25,7 @@ from jaxllm.generation.sampling.sampler import (
     row_keys,
 )
 from jaxllm.models.inputs import check_longrope_limit
-from jaxllm.ops.padding import pad_rows
+from jaxllm.ops.padding import bucket_size, next_power_of_two, pad_rows, pad_texts
 from jaxllm.ops.products import einsum
 from jaxllm.ops.row_sums import softmax
 from jaxllm.runtime.validation import check_int, is_number
@@ -70,14 +70,17 @@ def contrastive_search(
     check_positions(room, model.config)
     check_longrope_limit(len(prompt), room, model.config)
 
-    cache = init_cache(model, 1, room)
-    out = forward(model, params, cache, [list(prompt)], hidden_states=True)
+    width = next_power_of_two(len(prompt), 16)
+    size = bucket_size(max(room, width))
+    cache = init_cache(model, 1, size)
+    token_1T, position_1T = pad_texts([list(prompt)], width=width)
+    out = forward(model, params, cache, token_1T, positions_BT=position_1T, hidden_states=True)
     cache = commit(cache, out.delta, donate=True)
-    said_SD = jnp.zeros((room, model.config.hidden_size), jnp.float32)
-    logits_V, said_SD = _read_prompt(out, said_SD)
+    said_SD = jnp.zeros((size, model.config.hidden_size), jnp.float32)
+    logits_V, said_SD = _read_prompt(out, said_SD, len(prompt))
 
     tokens: list[int] = []
-    text_L = pad_rows([list(prompt)], width=room, fill=NO_TOKEN)[0]
+    text_L = pad_rows([list(prompt)], width=size, fill=NO_TOKEN)[0]
     sampler, key_B = sampler.begin(1), row_keys(0, 1)
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
         end = len(prompt) + len(tokens)
@@ -127,10 +130,13 @@ def _candidates(
 
 
 @jax.jit
-def _read_prompt(out: Output, text_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _read_prompt(out: Output, text_SD: jax.Array, length: Any) -> tuple[jax.Array, jax.Array]:
     """Return the prompt's last logits, and the buffer with its unit hidden states."""
     hidden_TD = _unit_vectors(out)[0]
-    return out.logits[0, -1], jax.lax.dynamic_update_slice_in_dim(text_SD, hidden_TD, 0, axis=0)
+    real_T1 = jnp.arange(hidden_TD.shape[0])[:, None] < length
+    hidden_TD = jnp.where(real_T1, hidden_TD, 0.0)
+    text_SD = jax.lax.dynamic_update_slice_in_dim(text_SD, hidden_TD, 0, axis=0)
+    return out.logits[0, length - 1], text_SD
 
 
 @jax.jit

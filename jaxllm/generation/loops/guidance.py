@@ -14,7 +14,7 @@ from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.generation.loops.finish import NO_TOKEN, check_positions, pad_eos_ids
 from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.models.inputs import check_longrope_limit
-from jaxllm.ops.padding import pad_rows
+from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.ops.row_sums import log_softmax
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import decode_step, prefill
@@ -60,10 +60,10 @@ def generate_with_guidance(
     check_positions(room, model.config)
     check_longrope_limit(lengths_B, lengths_B + max_new_tokens - 1, model.config)
 
-    cache = init_cache(model, 2, room)
+    cache = init_cache(model, 2, bucket_size(room))
     tokens_BT = pad_rows(pair)
     out = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
-    text_L = pad_rows(pair[:1], width=len(prompt) + max_new_tokens, fill=NO_TOKEN)[0]
+    text_L = pad_rows(pair[:1], width=bucket_size(room + 1), fill=NO_TOKEN)[0]
     key_B, sampler, scale = row_keys(seed, 1), sampler.begin(1), jnp.float32(guidance_scale)
 
     end = start = len(prompt)
@@ -75,7 +75,7 @@ def generate_with_guidance(
         )
         text_L[end] = token_B[0]
         end += 1
-        if end == len(text_L) or text_L[end - 1] in ends:
+        if end == start + max_new_tokens or text_L[end - 1] in ends:
             return text_L[start:end].tolist()
         both_B = jnp.broadcast_to(token_B, (2,))
         out = decode_step(model, params, out.cache, both_B, donate=True)
