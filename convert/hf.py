@@ -221,6 +221,7 @@ def write_hf(
     *,
     files: Iterable[Path] = (),
     keep: tuple[str, Checkpoint] | None = None,
+    show_progress: bool | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads, atomically.
 
@@ -230,6 +231,7 @@ def write_hf(
         files: Other files of the checkpoint's directory to copy (the tokenizer's).
         keep: A name of `quantized_export.METHODS` and the same checkpoint with quantized weights,
             whose integer matrices are written in that format.
+        show_progress: None shows progress if stderr is a terminal.
 
     Raises:
         CheckpointError: If `directory` already holds a checkpoint, or cannot be written.
@@ -264,6 +266,7 @@ def write_hf(
         metadata={"format": "pt"},
         aligned=False,
         files=files,
+        show_progress=show_progress,
     )
 
 

@@ -114,6 +114,11 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {CONFIG_KEY
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be an object, got {data!r:.60}")
     method = data.get("quant_method")
+    if method is None and {"group_size", "bits"} <= data.keys():
+        raise ConfigError(
+            f"{where} has no quant_method, as MLX writes it, whose quantized checkpoints are not"
+            " supported. Load the unquantized checkpoint"
+        )
     if not isinstance(method, str) or method not in _METHODS:
         raise ConfigError(
             f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_METHODS)},"

@@ -192,16 +192,17 @@ def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Ad
 
     Raises ConfigError if they do not have it, or belong to another model.
     """
-    check_params(config, params)
     leaves, extracted = dict(flatten(params)), {}
     for module, low in resolve_targets(config, lora).items():
-        leaf = leaves[low.target.path]
+        leaf = leaves.get(low.target.path)
         while isinstance(leaf, LoraWeight) and leaf.site != low.target.site:
             leaf = leaf.weight
         if not isinstance(leaf, LoraWeight) or leaf.owner is not None:
             raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
         extracted[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
-    return Adapter(lora, extracted)
+    made = Adapter(lora, extracted)
+    resolve_adapter(config, made)  # its shapes
+    return made
 
 
 row_norms = jax.jit(LoraWeight.norms)  # one program per shape, not one per operation

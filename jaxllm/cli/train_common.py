@@ -196,6 +196,8 @@ def check_run(
             " Give a smaller one."
         )
     rates = gate_rates(opened.config, gate_lr)
+    if optimizer.lr == 0 and not rates:
+        raise ConfigError("--lr must be above 0: at 0 nothing is trained")
     return RunSetup(opened, dataclasses.replace(optimizer, rates=rates), plan)
 
 

@@ -121,6 +121,7 @@ def test_train_bad_data_gives_one_line_error(
 INVALID = (
     ("full", ("--epochs", "nan"), "--epochs must be a finite number above 0: got nan"),
     ("full", ("--epochs", "inf"), "--epochs must be a finite number above 0: got inf"),
+    ("full", ("--lr", 0), "--lr must be above 0"),
     ("full", ("--epochs", 0), "--epochs must be a finite number above 0: got 0.0"),
     ("full", ("--lr", -1), "lr must be at least 0, got -1"),
     ("full", ("--lr", "nan"), "lr must be at least 0, got nan"),
@@ -221,12 +222,13 @@ def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
 
 
 def test_train_resume_extends_finished_run(run: Run, text: Path, tmp_path: Path) -> None:
-    """--keep-state and --resume extend a run; lr 0 changes nothing; --save-steps writes a usable
-    result; changed options are refused.
+    """--keep-state and --resume extend a run; an lr of 0 changes nothing; --save-steps writes a
+    usable result; changed options are refused.
     """
     out, report = tmp_path / "out", tmp_path / "report.json"
     common = ("train", "lora", "demo:llama", out, "--data", text, "-r", 2, "--report", report)
-    common = (*common, "--target-modules", "q_proj", "--length", 16, "--batch-size", 1, "--lr", 0)
+    common = (*common, "--target-modules", "q_proj", "--length", 16, "--batch-size", 1)
+    common = (*common, "--lr", 1e-50)  # 0 in float32
     status, _, err = run(*common, "--steps", 2, "--save-steps", 1, "--keep-state")
     assert status == 0, err
     assert "its last 5% is held out" in err

@@ -88,11 +88,12 @@ def divergence(
     loader: Loader,
     *,
     journal: Path | None = None,
+    show_progress: bool | None = None,
 ) -> Divergence:
     """Compare a model (Q, the `other`) with a reference (P) on the loader's scored tokens.
 
-    journal: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both. Raises ConfigError
-    if the vocabularies differ in size, and what `perplexity` raises.
+    journal, show_progress: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both.
+    Raises ConfigError if the vocabularies differ in size, and what `perplexity` raises.
     """
     check_model(model, params)
     check_model(other_model, other_params)
@@ -111,6 +112,7 @@ def divergence(
         models={"model": (model, params), "other": (other_model, other_params)},
         journal=journal,
         description="divergence",
+        show_progress=show_progress,
     )
     return Divergence.from_differences(Differences(**columns))
 

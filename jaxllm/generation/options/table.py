@@ -75,7 +75,7 @@ class GenerateOptions(TypedDict, total=False):
     """Options of `LM.generate`, `LM.stream` and `LM.serve`; their docstrings list them, too.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens (256, or fewer if the context is shorter).
+        max_new_tokens: maximum number of new tokens (the checkpoint's, else 256, in the context).
         eos_token_id: token ids that end the text; included in the tokens.
         stop_strings: strings that end the text; the text excludes them.
         stopping_criteria: Python functions (text, ids) -> bool, called after every token; True ends
