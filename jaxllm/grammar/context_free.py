@@ -14,9 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.errors import GrammarError
+from jaxllm.grammar.gbnf import gbnf_to_lark
 from jaxllm.grammar.vocabulary import Vocabulary
 
 Spelling = Literal["canonical", "any"]
+_MAX_ITEMS = 200_000  # places of the grammar that a text may be in at once
 WHITESPACE = r"[ \n\t]{1,8}"  # at most this much in each place: models can repeat it for ever
 _WEAKENING = (  # options of x-guidance
     "lenient",
@@ -52,18 +54,20 @@ class ContextFreeGrammar:
         if state.ended or token in self.vocabulary.eos_ids:
             ends = token in self.vocabulary.eos_ids and self.is_complete(state)
             return MatcherState(state.matcher, True) if ends else None
-        if token >= self.vocabulary.size or state.matcher.validate_tokens([token]) != 1:
+        if token >= self.vocabulary.size:
             return None
         matcher = state.matcher.deep_copy()
-        if not matcher.consume_token(token) or matcher.is_error():
-            raise GrammarError(f"the grammar's parser failed: {_one_line(matcher.get_error())}")
-        return MatcherState(matcher)
+        taken = matcher.try_consume_tokens([token])
+        _check_parser(matcher)
+        return MatcherState(matcher) if taken else None
 
     def mask(self, state: MatcherState) -> np.ndarray:
         """Return the allowed tokens as bits, uint32 `[W]`."""
         if state.ended:
             return self.vocabulary.eos_W
-        bits_W = np.frombuffer(state.matcher.deep_copy().compute_bitmask(), "<u4")
+        matcher = state.matcher.deep_copy()
+        bits_W = np.frombuffer(matcher.compute_bitmask(), "<u4")
+        _check_parser(matcher)
         bits_W = bits_W[: self.vocabulary.eos_W.size]  # it may have a word too many
         if self.is_complete(state):
             return bits_W | self.vocabulary.eos_W
@@ -95,10 +99,7 @@ def compile_context_free(
     explain: adds to its messages where in the user's text the problem is. Raises GrammarError for a
     grammar that is invalid, not supported, or matches no text.
     """
-    llguidance = _llguidance()
-    matcher = llguidance.LLMatcher(_tokenizer(vocabulary), text, log_level=0)
-    if matcher.is_error():
-        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    matcher = _matcher(text, _tokenizer(vocabulary), what, explain)
     made = ContextFreeGrammar(MatcherState(matcher), vocabulary)
     if not made.mask(made.start).any():
         raise GrammarError(f"{what} matches no text that this vocabulary can spell")
@@ -189,13 +190,8 @@ def _with_spelling(grammar: str, spelling: Spelling) -> str:
 
 
 def gbnf_text(grammar: str, spelling: Spelling) -> str:
-    """Return a GBNF grammar as Lark. Raises GrammarError for one that is invalid."""
-    llguidance = _llguidance()
-    try:
-        text = llguidance.grammar_from("gbnf", grammar)
-    except ValueError as error:
-        raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
-    return _with_spelling(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
+    """Return a GBNF grammar in llguidance's form. Raises GrammarError for one that is invalid."""
+    return _with_spelling(gbnf_to_lark(grammar), spelling)
 
 
 def keyword_place(schema: Any, message: str) -> str:
@@ -284,13 +280,30 @@ def match_bytes(
 
     text: the grammar in llguidance's form. Raises GrammarError for one that is not supported.
     """
-    llguidance = _llguidance()
-    matcher = llguidance.LLMatcher(_byte_tokenizer(), text, log_level=0)
-    if matcher.is_error():
-        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
-    if matcher.try_consume_tokens(list(data)) != len(data):
+    matcher = _matcher(text, _byte_tokenizer(), what, explain)
+    taken = matcher.try_consume_tokens(list(data))
+    _check_parser(matcher)
+    if taken != len(data):
         return False, False
     return True, bool(matcher.is_accepting())
+
+
+def _matcher(text: str, tokenizer: Any, what: str, explain: Callable[[str], str]) -> Any:
+    llguidance = _llguidance()
+    limits = llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_ITEMS, verbose_errors=False
+    )
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    return matcher
+
+
+def _check_parser(matcher: Any) -> None:
+    """Raise GrammarError if llguidance gave up, as it does where a text has too many readings."""
+    error = matcher.get_error() if matcher.is_error() else ""
+    if error and "NoExtensionBias" not in error:  # which means that no token may follow
+        raise GrammarError(f"the grammar's parser failed: {_one_line(error)}")
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.errors import GrammarError
 from jaxllm.grammar import context_free
 from jaxllm.grammar.automaton import over_tokens
+from jaxllm.grammar.gbnf import gbnf_to_lark
 from jaxllm.grammar.regex import DEAD, ByteAutomaton, compile_choice, compile_regex
 from jaxllm.grammar.vocabulary import Vocabulary, make_vocabulary, unpack_mask
 from jaxllm.text.tokenizer import Tokenizer
@@ -115,8 +116,12 @@ class Grammar:
 
     @classmethod
     def gbnf(cls, grammar: str, *, spelling: context_free.Spelling = "canonical") -> Self:
-        """Texts of a grammar in llama.cpp's form; `root` is its first rule."""
-        return cls("gbnf", _check_text("gbnf", grammar), spelling=spelling)
+        """Texts of a grammar in llama.cpp's form; `root` is its first rule.
+
+        Raises GrammarError for one that is invalid, with the line or the rule.
+        """
+        gbnf_to_lark(_check_text("gbnf", grammar))
+        return cls("gbnf", grammar, spelling=spelling)
 
     def compile(self, vocabulary: Vocabulary) -> CompiledGrammar:
         """Return the grammar over a vocabulary's tokens; equal ones are compiled once.
