@@ -387,7 +387,8 @@ class _Writer:
             inner, (begin, end) = list(map(self._constant, value)), "[]"
         else:
             return _literal(value)
-        return f'"{begin}" {self._space}{self._items(inner, "", len(inner), len(inner))} {self._space}"{end}"'
+        items = self._items(inner, "", len(inner), len(inner))
+        return f'"{begin}" {self._space}{items} {self._space}"{end}"'
 
     def _leaf(self, schema: Any) -> str:
         """Return an expression for a schema that llguidance reads."""
@@ -407,7 +408,7 @@ class _Writer:
         return self._shared(text, f"%json {text}".__str__)
 
     def _refuse(self, schema: Mapping[str, Any], place: str) -> str:
-        """Leave a schema to llguidance, which refuses by name what it lacks, but for its numbers."""
+        """Leave a schema to llguidance, which refuses what it lacks by name, except numbers."""
         for part in self._parts(schema):
             for number in _numbers(part):
                 if is_inexact(number, as_bound=True):

@@ -225,7 +225,7 @@ def test_parser_that_gives_up_is_named(
     monkeypatch.setattr(context_free, "_MAX_ITEMS", 40)
     words = " | ".join(f'"w{number}" root?' for number in range(100))
     grammar = Grammar.gbnf(f'root ::= "a" "b" "c" "d" ({words})')
-    with pytest.raises(GrammarError, match="parser failed: .* max is 40"):
+    with pytest.raises(GrammarError, match=r"parser failed: .* max is 40"):
         grammar.complete("abcdw1")
     lm = jaxllm.load(shallow("llama"), dtype="float32")
     with pytest.raises(GrammarError, match=r"^the grammar's parser failed"):
