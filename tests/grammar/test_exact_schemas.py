@@ -16,7 +16,10 @@ from tests.grammar.vocabularies import vocabulary
 
 BIG, NEXT = 2**53, 2**53 + 1
 PLAIN_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's, of Decimal
-ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@"
+    r"([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+)
 NODE = {
     "type": "object",
     "properties": {
@@ -80,7 +83,8 @@ CASES: list[tuple[Any, str, str]] = [
     ({"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}}, '{"aé":1}',
      '{"a":1} {"abcd":1}'),
     ({"type": "object", "propertyNames": {"$ref": "#/$defs/k"},
-      "$defs": {"k": {"enum": ["a", "b"]}}, "additionalProperties": {"type": "null"}}, '{} {"a":null,"b":null}', '{"c":null} {"a":1}'),
+      "$defs": {"k": {"enum": ["a", "b"]}}, "additionalProperties": {"type": "null"}},
+     '{} {"a":null,"b":null}', '{"c":null} {"a":1}'),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": PLAIN_DECIMAL}]},
      '"1.5" "+00.1" 2', '"." "" "a" "1.2.3"'),
     ({"type": "string", "pattern": ZOD_EMAIL, "format": "email", "maxLength": 9},
