@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from jaxllm.errors import GrammarError
 from jaxllm.grammar.json_numbers import (
@@ -52,7 +53,6 @@ _EMAIL = (  # without addresses in brackets and quotes, as llguidance has it
     r"[a-zA-Z0-9!#$%&'*+\-/=?\^_`{|}~]+(\.[a-zA-Z0-9!#$%&'*+\-/=?\^_`{|}~]+)*"
     r"@[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?)*"
 )
-_SHARED = ("$schema", "$defs", "definitions")
 _MAX_SET = 8  # values of a set: it has a rule for each of their subsets
 _MAX_COUNTED = 64  # keys that are counted
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
@@ -178,7 +178,9 @@ def _at_pointer(root: Any, pointer: Any) -> Any:
     """Return the part of a document at a JSON pointer, None if there is none."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None
-    for part in pointer[1:].split("/")[1:]:
+    if pointer[1:2] not in ("", "/"):
+        return None
+    for part in unquote(pointer[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
             root = root[int(name)]
@@ -219,9 +221,9 @@ class _Writer:
         if not any(map(_lacks, self._parts(schema))):
             return self._leaf(schema)
         keywords = schema.keys() - _ANNOTATIONS
-        if keywords == {"$ref"}:
-            pointer = schema["$ref"]
-            target = _at_pointer(self.root, pointer)
+        pointer = schema.get("$ref")
+        target = _at_pointer(self.root, pointer)
+        if keywords == {"$ref"} and target is not None:
             return self._shared(pointer, self.value, target, pointer[1:])
         for name in keywords & {"const", "enum"}:
             values = _constants(schema)
@@ -395,9 +397,9 @@ class _Writer:
         if schema is self.root:
             return f"%json {json.dumps({**schema, 'x-guidance': self._options}, default=float)}"
         pointers = [part["$ref"] for part in self._parts(schema) if "$ref" in part]
-        made = {} if schema is True else dict(schema)
-        if pointers:
-            made = {**{name: self.root[name] for name in _SHARED if name in self.root}, **made}
+        shared = ("$schema", "$defs", "definitions") if pointers else ("$schema",)
+        made = {name: self.root[name] for name in shared if name in self.root}
+        made |= {} if schema is True else schema
         for pointer in pointers:
             if not str(pointer).startswith(("#/$defs/", "#/definitions/")):
                 raise GrammarError(
@@ -431,7 +433,10 @@ class _Writer:
                 pointer = part.get("$ref")
                 if isinstance(pointer, str) and pointer not in seen:
                     seen.add(pointer)
-                    new.append(_at_pointer(self.root, pointer))
+                    target = _at_pointer(self.root, pointer)
+                    if target is None:  # by an $id or $anchor: it may be any of them
+                        yield from (inner for _, inner in subschemas(self.root))
+                    new.append(target)
 
     def _new(self, body: str, *, terminal: bool = False) -> str:
         name = f"{self._prefix}_{len(self._bodies)}"
