@@ -17,6 +17,7 @@ _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _COUNT = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d+)?\s*)?\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)
 _ESCAPED = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
+_MAX_DEPTH = 100
 _REPEATS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
@@ -171,14 +172,14 @@ class _Reader:
             self._skip(_SPACE_AND_LINES)
         return rules
 
-    def _alternatives(self, space: re.Pattern[str]) -> Part:
-        found = [self._sequence(space)]
+    def _alternatives(self, space: re.Pattern[str], depth: int = 0) -> Part:
+        found = [self._sequence(space, depth)]
         while self._take("|"):
             self._skip(_SPACE_AND_LINES)
-            found.append(self._sequence(space))
+            found.append(self._sequence(space, depth))
         return found[0] if len(found) == 1 else Alternatives(tuple(found))
 
-    def _sequence(self, space: re.Pattern[str]) -> Part:
+    def _sequence(self, space: re.Pattern[str], depth: int) -> Part:
         parts: list[Part] = []
         while self.at < len(self.text):
             if self._take('"'):
@@ -189,7 +190,9 @@ class _Reader:
                 parts.append(Characters("(?s:.)"))
             elif self._take("("):
                 self._skip(_SPACE_AND_LINES)
-                parts.append(self._alternatives(_SPACE_AND_LINES))
+                if depth == _MAX_DEPTH:
+                    raise self._error(f"more than {_MAX_DEPTH} groups are within one another")
+                parts.append(self._alternatives(_SPACE_AND_LINES, depth + 1))
                 if not self._take(")"):
                     raise self._error("expected )")
             elif name := self._match(_NAME):

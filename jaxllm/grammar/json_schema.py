@@ -297,16 +297,18 @@ class _Writer:
             return ""
         return f'"[" {self._space}{self._items(values, rest, low, high)} {self._space}"]"'
 
-    def _items(self, values: list[str], rest: str, low: int, high: int | None, at: int = 0) -> str:
-        """Return `low` to `high` values from the one at a place on, with commas between them."""
-        if high is not None and at >= high:
-            return ""
-        comma = self._comma if at else ""
-        if at < len(values) or not at:
-            value = values[at] if at < len(values) else rest
-            found = f"{comma}{value} {self._items(values, rest, low, high, at + 1)}"
-            return f"({found})" if at < low else f"({found})?"
-        return _repeated(f"{comma}{rest}", low - at, None if high is None else high - at)
+    def _items(self, values: list[str], rest: str, low: int, high: int | None) -> str:
+        """Return `low` to `high` values with commas between them: the given ones, then others."""
+        given, comma = len(values), self._comma
+        found = ""
+        if rest and (high is None or high > given):
+            first = max(given, 1)
+            found = _repeated(f"{comma}{rest}", low - first, None if high is None else high - first)
+            found = found if given else f"({rest} {found})" + ("" if low else "?")
+        for at in reversed(range(given if high is None else min(given, high))):
+            found = f"{comma if at else ''}{values[at]} {found}"
+            found = found if at < low else f"({found})?"
+        return found
 
     def _set(self, schema: Mapping[str, Any]) -> str | None:
         """Return arrays of different values of a short list, with a rule for each set of them."""
@@ -375,6 +377,8 @@ class _Writer:
             count = min(count, max(low, 1)) if high is None else count
             return self._shared((mark, at, count), after, at, count)
 
+        for at in range(len(items) - 50, 0, -50):  # so that the recursion is not deep
+            rest(at, 0), rest(at, 1)
         inner = rest(0, 0)
         return inner and f'"{{" {self._space}{inner} {self._space}"}}"'
 

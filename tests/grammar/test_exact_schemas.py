@@ -122,6 +122,21 @@ def test_schema_as_text_keeps_its_digits() -> None:
             Grammar.json_schema(schema)
 
 
+def test_long_schemas_are_written() -> None:
+    """Hundreds of keys, some of them counted, and of values."""
+    names = [f"k{n}" for n in range(700)]
+    big = {"type": "integer", "maximum": 2**63 - 1}
+    grammar = Grammar.json_schema({"type": "object", "properties": dict.fromkeys(names, big)})
+    assert grammar.complete('{"k3": 1, "k699": 2, "other": []}') and not grammar.complete(
+        '{"k3":""}'
+    )
+    counted = {"type": "object", "properties": dict.fromkeys(names[:60], {}), "maxProperties": 2}
+    grammar = Grammar.json_schema(counted)
+    assert grammar.complete('{"k3":1,"k50":2}') and not grammar.complete('{"k3":1,"k50":2,"k59":3}')
+    values = [NEXT] * 2000
+    assert Grammar.json_schema({"const": values}).complete(json.dumps(values))
+
+
 def test_bounds_hold_for_every_digit() -> None:
     """Random bounds, of decimals and of integers, against decimal arithmetic."""
     rng = random.Random(0)

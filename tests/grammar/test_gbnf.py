@@ -194,6 +194,7 @@ def test_grammars_mean_what_llama_cpp_reads(
         ('root ::= "a"{,3}', "expected {m}, {m,} or {m,n}"),
         ("root ::= *", "nothing is before the repeat"),
         ('root ::= "a" )', "expected the end of the line"),
+        (f"root ::= {'(' * 200}", "more than 100 groups"),
         ("root ::= []", "a class of characters needs one"),
         ("root ::= [z-a]", "a range of characters from 'z' to 'a' is empty"),
         ("root ::= [\\uD800]", r"\uD800 is no character"),
