@@ -65,8 +65,8 @@ def spell_number(number: Any) -> str:
     if isinstance(number, int) or "e" not in str(number).lower() or not value:
         return re.escape(plain)
     minus, digits, _ = value.as_tuple()
-    first, *rest = "".join(map(str, digits)).rstrip("0")
-    mantissa = first + (f"\\.{''.join(rest)}" if rest else "")
+    shown = "".join(map(str, digits)).rstrip("0")
+    mantissa = f"{shown[0]}\\.{shown[1:]}" if shown[1:] else shown
     power = ("-" if value.adjusted() < 0 else "[+]?") + f"0*{abs(value.adjusted())}"
     return f"{re.escape(plain)}|{'-' * minus}{mantissa}[eE]{power}"
 

@@ -126,7 +126,7 @@ def _simplify(schema: Any, root: Any) -> Any:
             made[key] = {name: _simplify(named, root) for name, named in value.items()}
         else:
             made[key] = value if key in _VALUES else _simplify(value, root)
-    most = made.get("maxItems")
+    most: Any = made.get("maxItems")
     if made.get("uniqueItems") is False or (is_number(most) and most <= 1):
         made.pop("uniqueItems", None)
     if isinstance(made.get("format"), str) and made["format"] not in FORMATS:

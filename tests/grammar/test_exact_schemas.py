@@ -130,7 +130,7 @@ def test_long_schemas_are_written() -> None:
     assert grammar.complete('{"k3": 1, "k699": 2, "other": []}') and not grammar.complete(
         '{"k3":""}'
     )
-    counted = {"type": "object", "properties": dict.fromkeys(names[:60], {}), "maxProperties": 2}
+    counted = {"type": "object", "properties": {k: {} for k in names[:60]}, "maxProperties": 2}
     grammar = Grammar.json_schema(counted)
     assert grammar.complete('{"k3":1,"k50":2}') and not grammar.complete('{"k3":1,"k50":2,"k59":3}')
     values = [NEXT] * 2000
