@@ -49,7 +49,7 @@ def is_inexact(number: Any, as_bound: bool) -> bool:
     value = to_decimal(number)
     if value and max(value.adjusted(), -int(value.as_tuple().exponent)) > _MAX_DIGITS:
         raise GrammarError(f"the schema's number {number!s:.40} has more than {_MAX_DIGITS} digits")
-    if isinstance(number, Decimal) or abs(value) > 2**53:
+    if isinstance(number, Decimal) or abs(value) > 2**53 or 0 < abs(value) < 1e-50:
         return True
     return not as_bound and "e" in repr(number)
 
@@ -121,8 +121,12 @@ def _magnitudes(least: Bound, most: Bound | None, integer: bool) -> str:
     """Return the numbers without sign between two bounds; the lower is at least 0."""
     if most is not None and (most[0] < least[0] or (most[0] == least[0] and (most[1] or least[1]))):
         return ""
-    parts = ["0|[1-9][0-9]*" if integer else r"(0|[1-9][0-9]*)(\.[0-9]+)?", _at_least(*least)]
-    parts += [] if most is None else [_at_most(*most)]
+    parts = ["0|[1-9][0-9]*" if integer else r"(0|[1-9][0-9]*)(\.[0-9]+)?"]
+    if most is not None and most[0] == least[0]:
+        whole, fraction = _digits(most[0])
+        parts.append(f"{whole}\\.{fraction}0*" if fraction else f"{whole}(\\.0+)?")
+    else:
+        parts += [_at_least(*least)] + ([] if most is None else [_at_most(*most)])
     return " & ".join(f"/{part}/" for part in parts)
 
 

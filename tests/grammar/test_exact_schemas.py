@@ -56,6 +56,8 @@ CASES: list[tuple[Any, str, str]] = [
     ({"exclusiveMinimum": BIG, "exclusiveMaximum": BIG + 2}, f'{NEXT} {BIG}.5 "a" null [1]',
      f"{BIG} {BIG + 2} 1"),
     ({"type": "number", "minimum": -1e308, "maximum": 1e308}, f"1.5 -2 -{'9' * 308}", "9" * 309),
+    ({"type": "number", "minimum": 5e-324, "maximum": 1.0}, "1 0.5 0.001", "0 1.5 -1"),
+    ({"type": "number", "minimum": 1e308, "maximum": 1e308}, f"{10**308}", f"1 {10**308 + 1}"),
     ({"type": ["integer", "null"], "minimum": NEXT}, f"null {NEXT}", f'{BIG} "a"'),
     (ROW, f'{{"id":{2**63 - 1}}} {{"id":1,"name":"x","z":[{{}}]}}',
      f'{{"id":{2**63}}} {{"name":"x"}} {{"id":1,"name":2}}'),
