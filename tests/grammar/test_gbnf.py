@@ -185,6 +185,7 @@ def test_grammars_mean_what_llama_cpp_reads(
         ("root ::= foo", "rule root uses foo, which is no rule"),
         ('root ::= root "a" | "b"', "rule root is left-recursive"),
         ('root ::= a\na ::= "x"? root "y"', "rule root is left-recursive"),
+        ('root ::= a root "x" | "z"\na ::= "y"?', "rule root is left-recursive"),
         ('root ::= "a" root', "matches no text"),
         ('root ::= "a"\n\nb ::= (', "invalid in line 3, at its end: expected )"),
         ('root ::= "abc', "unexpected end of the grammar"),
