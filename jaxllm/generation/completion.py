@@ -314,9 +314,12 @@ def _follow_grammar(matcher: Matcher | None, token: int) -> Matcher | None:
     try:
         return matcher.take(token)
     except GrammarError as error:
+        allowed_V = matcher.allowed()
+        if token < allowed_V.size and allowed_V[token]:
+            raise  # the grammar's parser failed
         raise GrammarError(
             f"no token was left after {len(matcher.tokens)} new ones: the grammar allows"
-            f" {int(matcher.allowed().sum())}, and other options ban these ({error})"
+            f" {int(allowed_V.sum())}, and other options ban these ({error})"
         ) from None
 
 

@@ -4,9 +4,8 @@ Its matchers change in place. Here a state is never changed: `advance` copies it
 microseconds.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,19 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.errors import GrammarError
+from jaxllm.grammar.gbnf import gbnf_to_lark
+from jaxllm.grammar.json_numbers import SCHEMA_DECODER
+from jaxllm.grammar.json_schema import WHITESPACE, schema_rules
 from jaxllm.grammar.vocabulary import Vocabulary
 
 Spelling = Literal["canonical", "any"]
-WHITESPACE = r"[ \n\t]{1,8}"  # at most this much in each place: models can repeat it for ever
-_WEAKENING = (  # options of x-guidance
-    "lenient",
-    "coerce_one_of",
-    "json_allowed_escapes",
-    "json_allow_general_unicode_escapes",
-)
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("enum", "const", "default", "examples", "x-guidance")  # keywords that hold no schemas
-_CONTROL = re.compile(r"(?<!\\)\\u00[01]|\x7f")  # in JSON: what llguidance would leave out
+_MAX_ITEMS = 200_000  # places of the grammar that a text may be in at once
 _NO_REWIND = re.compile(r"[\[,]\s*(max_tokens|temperature|stop)\s*=")
 
 
@@ -52,18 +45,20 @@ class ContextFreeGrammar:
         if state.ended or token in self.vocabulary.eos_ids:
             ends = token in self.vocabulary.eos_ids and self.is_complete(state)
             return MatcherState(state.matcher, True) if ends else None
-        if token >= self.vocabulary.size or state.matcher.validate_tokens([token]) != 1:
+        if token >= self.vocabulary.size:
             return None
         matcher = state.matcher.deep_copy()
-        if not matcher.consume_token(token) or matcher.is_error():
-            raise GrammarError(f"the grammar's parser failed: {_one_line(matcher.get_error())}")
-        return MatcherState(matcher)
+        taken = matcher.try_consume_tokens([token])
+        _check_parser(matcher)
+        return MatcherState(matcher) if taken else None
 
     def mask(self, state: MatcherState) -> np.ndarray:
         """Return the allowed tokens as bits, uint32 `[W]`."""
         if state.ended:
             return self.vocabulary.eos_W
-        bits_W = np.frombuffer(state.matcher.deep_copy().compute_bitmask(), "<u4")
+        matcher = state.matcher.deep_copy()
+        bits_W = np.frombuffer(matcher.compute_bitmask(), "<u4")
+        _check_parser(matcher)
         bits_W = bits_W[: self.vocabulary.eos_W.size]  # it may have a word too many
         if self.is_complete(state):
             return bits_W | self.vocabulary.eos_W
@@ -95,10 +90,7 @@ def compile_context_free(
     explain: adds to its messages where in the user's text the problem is. Raises GrammarError for a
     grammar that is invalid, not supported, or matches no text.
     """
-    llguidance = _llguidance()
-    matcher = llguidance.LLMatcher(_tokenizer(vocabulary), text, log_level=0)
-    if matcher.is_error():
-        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    matcher = _matcher(text, _tokenizer(vocabulary), what, explain)
     made = ContextFreeGrammar(MatcherState(matcher), vocabulary)
     if not made.mask(made.start).any():
         raise GrammarError(f"{what} matches no text that this vocabulary can spell")
@@ -106,80 +98,35 @@ def compile_context_free(
 
 
 def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
-    """Return a JSON schema in llguidance's form.
-
-    whitespace: a regex for each place, "" for none. Raises GrammarError for what llguidance would
-    take and not hold to.
-    """
-    closed = _close_schema(schema, whitespace)
-    return _with_spelling(f"start: %json {json.dumps(closed)}", spelling)
-
-
-def _close_schema(schema: Any, whitespace: str) -> dict[str, Any]:
-    """Return a schema with the options under which its texts are what it describes."""
-    if schema is False:
-        raise GrammarError("the schema false describes no JSON")
-    schema = {} if schema is True else schema
-    options: dict[str, Any] = {"whitespace_flexible": bool(whitespace), "lenient": False}
-    # Not \uXXXX: a key that spells a listed name so would be one of the other keys.
-    options["json_allowed_escapes"] = r"nrbtf\""
-    if whitespace:
-        options["whitespace_pattern"] = whitespace
-    own = schema.get("x-guidance", {})
-    if not isinstance(own, Mapping):
-        raise GrammarError(f"the schema's x-guidance must be a mapping: got {own!r:.60}")
-    for name in _WEAKENING:
-        if own.get(name):
-            raise GrammarError(f"the schema's x-guidance asks for {name}, which would weaken it")
-    asserts_content = "draft-07" in str(schema.get("$schema"))
-    for place, inner in _subschemas(schema):
-        _check_subschema(place, inner, asserts_content)
-    return {**schema, "x-guidance": {**options, **own}}
-
-
-def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: bool) -> None:
-    """Refuse keywords that llguidance takes although texts can then break them."""
-    required, least = schema.get("required", []), schema.get("minProperties", 0)
-    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
-        raise GrammarError(
-            f"the schema's minProperties {least} at {place}/minProperties is not supported: a key"
-            " may be repeated. List the keys in properties and required"
-        )
-    for name in ("enum", "const"):
-        if _CONTROL.search(json.dumps(schema.get(name), ensure_ascii=False)):
-            raise GrammarError(
-                f"the schema's {name} at {place}/{name} is not supported: a control character"
-            )
-    for name in ("contentMediaType", "contentEncoding") if asserts_content else ():
-        if name in schema:
-            raise GrammarError(
-                f"the schema's {name} at {place}/{name} is not supported. Remove it, or $schema:"
-                " since 2019-09 it is a mere annotation"
-            )
+    """Return a JSON schema in llguidance's form. Raises what `schema_rules` raises."""
+    expression, rules = schema_rules(schema, whitespace)
+    return _with_spelling("\n".join([f"start: {expression}", *rules]), spelling)
 
 
 def lark_text(grammar: str, spelling: Spelling) -> str:
     """Return a Lark grammar in llguidance's form, its schemas (%json) as `schema_text` does.
 
-    Raises GrammarError for what cannot rewind, and for what `schema_text` refuses.
+    Raises GrammarError for what cannot rewind, and for what `schema_rules` refuses.
     """
     if found := _NO_REWIND.search(grammar):
         raise GrammarError(
             f"the Lark grammar uses {found[1]}=, after which no text can be rewound. Use the"
             " options of generate instead"
         )
-    parts, end = [], 0
+    parts, more, end = [], list[str](), 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         if found.start() < end:
             continue  # within a schema
         try:
-            schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, after = SCHEMA_DECODER.raw_decode(grammar, found.end())
         except ValueError:
             continue  # llguidance reports it
-        closed = json.dumps(_close_schema(schema, WHITESPACE))
-        parts.append(f"{grammar[end : found.end()]}{closed}")
+        expression, rules = schema_rules(schema, WHITESPACE, f"json_{found.start()}")
+        parts.append(f"{grammar[end : found.start()]}{expression}")
+        more += rules
         end = after
-    return _with_spelling("".join(parts) + grammar[end:], spelling)
+    text = "".join(parts) + grammar[end:]
+    return _with_spelling("\n".join([text, *more]), spelling)
 
 
 def _with_spelling(grammar: str, spelling: Spelling) -> str:
@@ -189,45 +136,14 @@ def _with_spelling(grammar: str, spelling: Spelling) -> str:
 
 
 def gbnf_text(grammar: str, spelling: Spelling) -> str:
-    """Return a GBNF grammar as Lark. Raises GrammarError for one that is invalid."""
-    llguidance = _llguidance()
-    try:
-        text = llguidance.grammar_from("gbnf", grammar)
-    except ValueError as error:
-        raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
-    return _with_spelling(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
-
-
-def keyword_place(schema: Any, message: str) -> str:
-    """Return a message about a JSON schema with the place of the keyword that it names."""
-    for name in re.findall(r'"([^"]+)"|format: (\S+)|type: (\S+)', message):
-        word = next(filter(None, name))
-        for place, inner in _subschemas(schema):
-            for key, value in inner.items():
-                if key == word or value == word:
-                    return f"{message} at {place}/{key}"
-    return message
-
-
-def _subschemas(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the schemas within a schema, itself first, with their JSON pointers."""
-    if isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _subschemas(inner, f"{place}/{index}")
-    if not isinstance(value, Mapping):
-        return
-    yield place, value
-    for key, inner in value.items():
-        if key in _BY_NAME and isinstance(inner, Mapping):
-            for name, named in inner.items():
-                yield from _subschemas(named, f"{place}/{key}/{name}")
-        elif key not in _VALUES:
-            yield from _subschemas(inner, f"{place}/{key}")
+    """Return a GBNF grammar in llguidance's form. Raises GrammarError for one that is invalid."""
+    return _with_spelling(gbnf_to_lark(grammar), spelling)
 
 
 def _one_line(message: str) -> str:
     """Return llguidance's message without the line of the grammar that it quotes."""
     message = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", str(message).strip())
+    message = re.sub(r"\. Enable '\w+' option.*| <non-verbose/>", "", message)
     return " ".join(re.split(r"\n\s*\d+ \| ", message)[0].split())[:300]
 
 
@@ -284,13 +200,30 @@ def match_bytes(
 
     text: the grammar in llguidance's form. Raises GrammarError for one that is not supported.
     """
-    llguidance = _llguidance()
-    matcher = llguidance.LLMatcher(_byte_tokenizer(), text, log_level=0)
-    if matcher.is_error():
-        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
-    if matcher.try_consume_tokens(list(data)) != len(data):
+    matcher = _matcher(text, _byte_tokenizer(), what, explain)
+    taken = matcher.try_consume_tokens(list(data))
+    _check_parser(matcher)
+    if taken != len(data):
         return False, False
     return True, bool(matcher.is_accepting())
+
+
+def _matcher(text: str, tokenizer: Any, what: str, explain: Callable[[str], str]) -> Any:
+    llguidance = _llguidance()
+    limits = llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_ITEMS, verbose_errors=False
+    )
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    return matcher
+
+
+def _check_parser(matcher: Any) -> None:
+    """Raise GrammarError if llguidance gave up, as it does where a text has too many readings."""
+    error = matcher.get_error() if matcher.is_error() else ""
+    if error and "NoExtensionBias" not in error:  # which means that no token may follow
+        raise GrammarError(f"the grammar's parser failed: {_one_line(error)}")
 
 
 @lru_cache(maxsize=1)

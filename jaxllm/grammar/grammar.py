@@ -11,6 +11,9 @@ import numpy as np
 from jaxllm.errors import GrammarError
 from jaxllm.grammar import context_free
 from jaxllm.grammar.automaton import over_tokens
+from jaxllm.grammar.gbnf import gbnf_to_lark
+from jaxllm.grammar.json_numbers import SCHEMA_DECODER
+from jaxllm.grammar.json_schema import WHITESPACE, keyword_place
 from jaxllm.grammar.regex import DEAD, ByteAutomaton, compile_choice, compile_regex
 from jaxllm.grammar.vocabulary import Vocabulary, make_vocabulary, unpack_mask
 from jaxllm.text.tokenizer import Tokenizer
@@ -78,7 +81,7 @@ class Grammar:
         cls,
         schema: Any,
         *,
-        whitespace: str = context_free.WHITESPACE,
+        whitespace: str = WHITESPACE,
         spelling: context_free.Spelling = "canonical",
     ) -> Self:
         """JSON that a schema describes.
@@ -92,20 +95,18 @@ class Grammar:
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
-        if isinstance(schema, str | bytes):
-            try:
-                schema = json.loads(schema)
-            except ValueError as error:
-                raise GrammarError(f"json_schema is not JSON: {error}") from None
-        if not isinstance(schema, Mapping | bool):
+        try:
+            if isinstance(schema, bytes):
+                schema = schema.decode()
+            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+            read = SCHEMA_DECODER.decode(text)
+        except (TypeError, ValueError) as error:
+            raise GrammarError(f"json_schema is not JSON: {error}") from None
+        if not isinstance(read, Mapping | bool):
             raise GrammarError(
                 "json_schema must be a mapping, its JSON text or a pydantic model: got"
                 f" {schema!r:.60}"
             )
-        try:
-            text = json.dumps(schema)
-        except (TypeError, ValueError) as error:
-            raise GrammarError(f"json_schema is not JSON: {error}") from None
         return cls("json_schema", text, whitespace, spelling)
 
     @classmethod
@@ -115,8 +116,12 @@ class Grammar:
 
     @classmethod
     def gbnf(cls, grammar: str, *, spelling: context_free.Spelling = "canonical") -> Self:
-        """Texts of a grammar in llama.cpp's form; `root` is its first rule."""
-        return cls("gbnf", _check_text("gbnf", grammar), spelling=spelling)
+        """Texts of a grammar in llama.cpp's form; `root` is its first rule.
+
+        Raises GrammarError for one that is invalid, with the line or the rule.
+        """
+        gbnf_to_lark(_check_text("gbnf", grammar))
+        return cls("gbnf", grammar, spelling=spelling)
 
     def compile(self, vocabulary: Vocabulary) -> CompiledGrammar:
         """Return the grammar over a vocabulary's tokens; equal ones are compiled once.
@@ -166,7 +171,8 @@ class Grammar:
     @property
     def _llguidance_text(self) -> str:
         if self.kind == "json_schema":
-            return context_free.schema_text(json.loads(self.text), self.whitespace, self.spelling)
+            schema = SCHEMA_DECODER.decode(self.text)
+            return context_free.schema_text(schema, self.whitespace, self.spelling)
         make = context_free.lark_text if self.kind == "lark" else context_free.gbnf_text
         return make(self.text, self.spelling)
 
@@ -177,7 +183,7 @@ class Grammar:
     def _explain(self, message: str) -> str:
         if self.kind != "json_schema":
             return message
-        return context_free.keyword_place(json.loads(self.text), message)
+        return keyword_place(json.loads(self.text), message)
 
 
 def _check_text(name: str, text: Any) -> str:

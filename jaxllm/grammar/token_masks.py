@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.errors import GrammarError
 from jaxllm.grammar.grammar import Grammar
 from jaxllm.grammar.vocabulary import Vocabulary
 from jaxllm.ops import native
@@ -132,7 +133,10 @@ def _row_mask(grammar: int, text: bytes) -> np.ndarray | None:
     """Return the mask of a text; None allows every token."""
     with _LOCK:
         texts = _GRAMMARS.get(grammar)
-        return None if texts is None else texts.mask(text)
+        try:
+            return None if texts is None else texts.mask(text)
+        except GrammarError:  # raised again where the row's text is checked (`completion`)
+            return None
 
 
 def _fill_masks(
