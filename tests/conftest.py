@@ -60,9 +60,9 @@ WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 def _skip_for_torch(error: BaseException | None) -> None:
     """Skip a test or file, by name, if it failed because PyTorch is not installed."""
     packages = ("torch", "peft", "accelerate")  # the others need PyTorch
-    if WITHOUT_TORCH and isinstance(error, ImportError):
-        if error.name in packages or "PyTorch" in str(error):
-            pytest.skip("PyTorch is not installed", allow_module_level=True)
+    missing = isinstance(error, ImportError) and (error.name in packages or "PyTorch" in str(error))
+    if WITHOUT_TORCH and missing:
+        pytest.skip("PyTorch is not installed", allow_module_level=True)
 
 
 class _Module(pytest.Module):
