@@ -57,12 +57,12 @@ MORE = {
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
 
-def _skip_for_torch(error: BaseException | None) -> None:
+def _skip_for_torch(name: str, error: BaseException | None) -> None:
     """Skip a test or file, by name, if it failed because PyTorch is not installed."""
     packages = ("torch", "peft", "accelerate")  # the others need PyTorch
     missing = isinstance(error, ImportError) and (error.name in packages or "PyTorch" in str(error))
     if WITHOUT_TORCH and missing:
-        pytest.skip("PyTorch is not installed", allow_module_level=True)
+        pytest.skip(f"{name} needs PyTorch, which is not installed", allow_module_level=True)
 
 
 class _Module(pytest.Module):
@@ -70,7 +70,7 @@ class _Module(pytest.Module):
         try:
             return super().collect()
         except self.CollectError as error:
-            _skip_for_torch(error.__cause__)
+            _skip_for_torch(self.nodeid, error.__cause__)
             raise
 
 
@@ -79,11 +79,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Any:
+def pytest_runtest_call(item: pytest.Item) -> Any:
     try:
         return (yield)
     except ImportError as error:
-        _skip_for_torch(error)
+        _skip_for_torch(item.nodeid, error)
         raise
 
 
