@@ -1,6 +1,7 @@
 """Shared test setup: strict numerics, compile caching, fixtures and test data."""
 
 import gc
+import importlib.util
 import io
 import os
 import sys
@@ -51,6 +52,42 @@ MORE = {
     for line in (ROOT / "tests" / "more.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 }
+
+
+WITHOUT_TORCH = importlib.util.find_spec("torch") is None
+
+
+def _skip_for_torch(name: str, error: BaseException | None) -> None:
+    """Skip a test or file, by name, if it failed because PyTorch is not installed."""
+    packages = ("torch", "peft", "accelerate")  # the others need PyTorch
+    missing = isinstance(error, ImportError) and (error.name in packages or "PyTorch" in str(error))
+    if WITHOUT_TORCH and missing:
+        pytest.skip(f"{name} needs PyTorch, which is not installed", allow_module_level=True)
+
+
+class _Module(pytest.Module):
+    def collect(self) -> Any:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            _skip_for_torch(self.nodeid, error.__cause__)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    try:
+        return (yield)
+    except ImportError as error:
+        _skip_for_torch(item.nodeid, error)
+        raise
+
+
+pytest_runtest_setup = pytest_runtest_call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Compile cache on disk: equal results, and no tracing the second time."""
 
 import os
+import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,6 +222,7 @@ def test_param_shapes_are_cached(folder: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "Python": lambda patch: patch.setattr(sys, "version", "0.0.0"),
     "JAX": lambda patch: patch.setattr(jax, "__version__", "0.0.0"),
     "processors": lambda patch: patch.setattr(os, "sched_getaffinity", lambda _: range(7)),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
@@ -231,7 +233,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_cached_program_of_other_environment_is_ignored(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Another JAX version, CPU count or XLA_FLAGS value traces the function again."""
+    """Another Python or JAX version, CPU count or XLA_FLAGS value traces the function again."""
     fresh()(X, 2.0, ())
     compile_cache._code_versions.cache_clear()
     try:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
@@ -33,8 +32,6 @@ VOCAB = 131
 # If both families run the same code, GPT-2 runs only in `make test-full`; in `make test` it runs in
 # the one or two tests of each file that would reveal a fault specific to GPT-2.
 BOTH = ["llama", pytest.param("gpt2", marks=pytest.mark.full)]
-
-torch.set_num_threads(1)  # threads only slow tiny models down
 
 LLAMA = {
     "vocab_size": VOCAB,
@@ -168,6 +165,8 @@ class Twin:
 
     def logits(self, tokens_BT: np.ndarray, **kwargs: Any) -> np.ndarray:
         """Return the float32 logits of transformers."""
+        import torch
+
         with torch.no_grad():
             out = self.torch_model(torch.tensor(np.asarray(tokens_BT, np.int64)), **kwargs)
         return out.logits.float().numpy()
@@ -184,11 +183,18 @@ def random_torch_model(
     config: Any,
     seed: int = 0,
     spread: float = 0.3,
-    make: Any = transformers.AutoModelForCausalLM,
+    make: Any = None,
 ) -> Any:
-    """Return a transformers model with every tensor random, including norms and biases."""
+    """Return a transformers model with every tensor random, including norms and biases.
+
+    Args:
+        make: A class of transformers, by default AutoModelForCausalLM.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # threads only slow tiny models down
     torch.manual_seed(seed)
-    model = make.from_config(config)
+    model = (make or transformers.AutoModelForCausalLM).from_config(config)
     gemma = config.model_type.startswith("gemma")
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -258,6 +264,9 @@ def cut_demo(family: str, directory: Path, layers: int = 2) -> Path:
 
 def load_twin(directory: Path, dtype: str = "float32") -> Twin:
     """Load a Hugging Face directory in transformers and jaxllm, with the same dtype."""
+    import torch
+
+    torch.set_num_threads(1)
     torch_model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
@@ -308,7 +317,7 @@ def make_twin(directory: Path, family: str, layers: int = 1, **changes: Any) -> 
     return load_twin(directory)
 
 
-def our_arrays(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def our_arrays(twin: Twin, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return torch tensors under our names as [out, in]; GPT-2 stores linears as [in, out]."""
     found = {}
     for name, tensor in tensors.items():

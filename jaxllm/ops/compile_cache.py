@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -356,13 +357,13 @@ def _native_settings() -> Hashable:
 
 @cache
 def _code_versions() -> str:
-    """Identify the code: our files, JAX's versions and settings, and the number of threads."""
+    """Identify the code: our files, versions of Python and JAX, JAX's settings, and threads."""
     root = Path(__file__).parents[1]
     files = [*sorted(root.rglob("*.py")), Path(native.PATHS)]
     files += [Path(library)] if (library := native.library_path()) else []
     ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
-    versions = jax.__version__, jax.lib.__version__, version("flax")
+    versions = sys.version, jax.__version__, jax.lib.__version__, version("flax")
     told_by = [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAXLLM_PALLAS")]
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return repr((ours, versions, told, threads, told_by))

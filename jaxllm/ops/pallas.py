@@ -13,6 +13,7 @@ to 5.7 times as fast in whole models, while XLA fuses the dequantization of a si
 import functools
 import os
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -63,6 +64,8 @@ def multiply(
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
+    # Said by jax 0.11 when it lowers the kernel, to those who wrote it; 0.12 is out of our range.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     (rows, columns), outputs = x_RI.shape, data.shape[0]
     width = data.shape[1] * 8 // bits
     x = jnp.pad(x_RI, ((0, ROWS - rows), (0, width - columns))).T

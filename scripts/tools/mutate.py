@@ -50,7 +50,7 @@ OUTCOMES = ("killed", "survived", "stale", "not run here")
 SECONDS = 600  # timeout of a test; a fault that makes a test hang is killed
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    " --xla_cpu_parallel_codegen_split_count=1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "CI": "1",  # hypothesis draws the same examples every time
 }
