@@ -9,7 +9,8 @@ namespace {
 // 128 columns of an input row. Byte 64 h + j is that column (8-bit weights), or column 32 (j / 16) + 16 h + j % 16 (4-bit
 // weights, by the layout of their low and high bits). For each lane of four bytes (of low and high bits together) `step`
 // is the size of one step, and `bias` the contribution of the weights' offset, to be subtracted; for 4-bit weights with a
-// zero point, the contribution of each unit of it. If a row has one scale, the first register of `bias` is its total.
+// zero point, the contribution of each unit of it. If a row has one scale, the first register of `bias` is its total, and
+// steps are 2^24 times smaller, so that sums which are scaled last do not overflow.
 template <int Lanes>
 struct alignas(64) Digits {
   int8_t digit[128];
@@ -24,12 +25,11 @@ inline size_t digits_bytes(const Weight& w) { return w.kind == Kind::kInt4 ? siz
 // How many columns of the input share a step: those that share a scale, and 128 if all of them do.
 inline int64_t step_columns(const Weight& w) { return w.groups > 1 ? w.group : 128; }
 
-// The size of one step, in the order of operations of round_to_int8 in weights/linear.py: a quotient
-// that is one bit off could round differently. 0 where XLA's threads, which flush subnormal numbers,
-// have 0.
+// The size of one step, in the order of operations of round_to_int8 in weights/linear.py: a product
+// that is one bit off could round differently. 0 if it would be subnormal 2^24 times smaller.
 inline float step_of(float largest) {
   const float step = largest * (1.0f / 127);
-  return step < 0x1p-126f ? 0 : step;
+  return step < 0x1p-102f ? 0 : step;
 }
 
 // Rounds `count` numbers; returns their step: 0 for all zeros, NaN if one is not finite.
@@ -44,8 +44,12 @@ inline float write_digits(const float* x, int64_t count, int8_t* digit) {
   const float step = finite ? step_of(largest(most)) : NAN;
   memset(digit, 0, count);
   if (!finite || step == 0) return step;
-  for (int64_t i = 0; i < count; i += kLanes)
-    store(digit + i, __builtin_convertvector(to_ints(nearest(load<Floats>(x + i) / step)), Signed));
+  const float inverse = 1 / step;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Floats steps = load<Floats>(x + i) * inverse;
+    asm("" : "+m"(steps));  // rounded: without it, compilers add to the exact product
+    store(digit + i, __builtin_convertvector(to_ints(nearest(steps)), Signed));
+  }
   return step;
 }
 
@@ -59,13 +63,14 @@ inline float write_codes(const float* x, int64_t count, int8_t* digit) {
 template <int Lanes>
 void write_chunk(const Weight& w, const float* x, bool codes, Digits<Lanes>& out) {
   constexpr bool kFour = Lanes == 16;
+  const bool row = w.groups <= 1 && !kFour;
   const int64_t count = step_columns(w);
   const int32_t offset = kFour ? (w.zero ? 1 : 8) : kOffset;
   int8_t digit[128];
   float step[4];  // of 32 columns
   for (int64_t c = 0; c < 128; c += count) {
     const float one = codes ? write_codes(x + c, count, digit + c) : write_digits(x + c, count, digit + c);
-    for (int64_t i = c / 32; i < (c + count) / 32; i++) step[i] = one;
+    for (int64_t i = c / 32; i < (c + count) / 32; i++) step[i] = one * (row ? 0x1p-24f : 1);
   }
   for (int b = 0; b < 8; b++)  // 16 at a time
     memcpy(&out.digit[kFour ? b % 2 * 64 + b / 2 * 16 : b * 16], digit + 16 * b, 16);
@@ -76,7 +81,7 @@ void write_chunk(const Weight& w, const float* x, bool codes, Digits<Lanes>& out
     out.bias[lane] = -offset * sum;
     out.step[lane] = step[lane * 4 / Lanes];
   }
-  for (int lane = kLanes; lane < Lanes && !kFour && w.groups <= 1; lane++) out.bias[lane % kLanes] += out.bias[lane];
+  for (int lane = kLanes; lane < Lanes && row; lane++) out.bias[lane % kLanes] += out.bias[lane];
 }
 
 // How a register of a weight row is read.
@@ -107,15 +112,12 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
   GroupRow group[O];
   JAXLLM_UNROLL
   for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o[i], i);
-  Floats total[O][R], row_scale[O];
+  Floats total[O][R];
   Ints exact[O][R];
   clear(total);
   JAXLLM_UNROLL
-  for (int i = 0; i < O; i++) {
-    if (kRow && !Codes) row_scale[i] = all_of(w.groups ? scale_at(w, o[i]) : 0);
-    JAXLLM_UNROLL
-    for (int j = 0; j < R; j++) exact[i][j] = Ints{};
-  }
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) exact[i][j] = Ints{};
   for (int64_t c = 0; c < chunks; c++) JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     const uint8_t* line[P];
@@ -141,8 +143,8 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
         if constexpr (kBlocks)
           scale[p] = groups.spread.template apart<(kColumns + 31) / 32>(
               line[p] + v * kColumns / 32 * block_bytes(kBits), block_bytes(kBits));
-        else
-          scale[p] = kRow ? row_scale[i + p] : groups.scale(group[i + p], column);
+        else if (!kRow)
+          scale[p] = groups.scale(group[i + p], column);
         if (W == Read::kInt4Zero) zero[p] = groups.zero(group[i + p], column);
       }
       JAXLLM_UNROLL
@@ -164,15 +166,18 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
           if (Codes)
             exact[i + p][j] = t;
           else  // scaled first: steps may be so large that anything else overflows
-            total[i + p][j] = fma(to_floats(t) * scale[p], load<Floats>(&in.step[v * kLanes]), total[i + p][j]);
+            total[i + p][j] = fma(kRow ? to_floats(t) : to_floats(t) * scale[p], load<Floats>(&in.step[v * kLanes]),
+                                  total[i + p][j]);
         }
       }
     }
   }
-  if (!Codes) return put(total, w, o, r, false, y);
+  if (!kRow) return put(total, w, o, r, false, y);
   for (int i = 0; i < O; i++) {
     const float scale = w.groups ? scale_at(w, o[i]) : 0;  // there is none without columns
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o[i]] = float(exact_sum(exact[i][j])) * scale;
+    for (int j = 0; j < R; j++)
+      y[(r + j) * w.rows + o[i]] =
+          Codes ? float(exact_sum(exact[i][j])) * scale : sum(total[i][j]) * (scale * 0x1p24f);
   }
 }
 
