@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm import models
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf.writer import check_absent
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
@@ -32,6 +33,7 @@ from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+from jaxllm.weights.quantize import dequantize
 from jaxllm.weights.safetensors import first_non_finite, open_tensors, read_header, write_tensors
 
 CHUNK_LOGITS = 1 << 24  # at once, in the comparison with the model: 64 MB
@@ -154,6 +156,8 @@ def fit_tuned_lens(
 
     batches = _make_batches(model, params, texts, batch)
     steps = check_int("steps", steps, 1)
+    # Every layer of every chunk reads the output matrix, which is therefore dequantized once.
+    params = {**params, **dequantize(models.head_params(model, params))}
     if log is not None:
         log(_estimate_cost(model, params, batches, steps))
     optimizer = optax.adam(learning_rate)
@@ -360,7 +364,7 @@ def _estimate_cost(model: Model, params: Params, batches: list[Any], steps: int)
         jax.block_until_ready(compare(model, params, chunk))
     seconds = (time.perf_counter() - start) * (L + 0.5) / 1.5  # the target: half of a comparison
     chunks = np.mean([-(-token_BT.size // _chunk_rows(model, token_BT)) for token_BT, _ in batches])
-    size = 4 * (5 * rows * V + V * D + 4 * L * D * D)  # the output matrix may be dequantized
+    size = 4 * (5 * rows * V + V * D + 4 * L * D * D)  # the dequantized output matrix
     return (
         f"training takes about {seconds * chunks * steps:,.0f} s, and {size / 2**30:,.1f} GiB"
         " besides the model"
