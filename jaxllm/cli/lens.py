@@ -117,7 +117,7 @@ def _fit_lens(lm: "LM", kind: Kind, text: str, window: int, steps: int) -> "Lens
     texts = [ids[i : i + window] for i in range(0, len(ids), window)]
     args = (lm.model, lm.params, texts)
     if kind is Kind.tuned:
-        fitted = inside.fit_tuned_lens(*args, steps=steps)
+        fitted = inside.fit_tuned_lens(*args, steps=steps, log=log)
     else:
         fitted = inside.fit_jacobian_lens(*args)
     for name, one in (("logit", None), (kind.value, fitted)):

@@ -6,7 +6,8 @@ tuned lens (Belrose et al. 2023, arXiv 2303.08112), mean Jacobians the Jacobian 
 2026, "Verbalizable Representations Form a Global Workspace in Language Models").
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm import models
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf.writer import check_absent
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
@@ -31,7 +33,10 @@ from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+from jaxllm.weights.quantize import dequantize
 from jaxllm.weights.safetensors import first_non_finite, open_tensors, read_header, write_tensors
+
+CHUNK_LOGITS = 1 << 24  # at once, in the comparison with the model: 64 MB
 
 
 class Lens(struct.PyTreeNode):
@@ -134,6 +139,7 @@ def fit_tuned_lens(
     learning_rate: float = 1e-3,
     batch: int = 8,
     show_progress: bool | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Lens:
     """Train the affine map of each layer so that it predicts what the whole model does.
 
@@ -144,29 +150,31 @@ def fit_tuned_lens(
         texts: Token ids of texts.
         steps: Optimizer steps.
         batch: Texts per step.
+        log: Called with a line on the time and memory that training takes, before it starts.
     """
     import optax  # takes a while
 
     batches = _make_batches(model, params, texts, batch)
     steps = check_int("steps", steps, 1)
+    # Every layer of every chunk reads the output matrix, which is therefore dequantized once.
+    params = {**params, **dequantize(models.head_params(model, params))}
+    if log is not None:
+        log(_estimate_cost(model, params, batches, steps))
     optimizer = optax.adam(learning_rate)
     lens = jax.device_put(make_logit_lens(model.config))
     state = optimizer.init(lens)
 
     @jax.jit
     def step(params: Any, lens: Any, state: Any, token_BT: Any, position_BT: Any) -> Any:
-        def loss(lens: Lens) -> jax.Array:
-            return _divergence(model, params, token_BT, position_BT, lens).sum()
-
-        value, gradient = jax.value_and_grad(loss)(lens)
+        divergence_L, gradient = _divergence(model, params, token_BT, position_BT, lens)
         with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
             updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(lens, updates), state, value
+        return optax.apply_updates(lens, updates), state, divergence_L.mean()
 
     with status_bar("training", steps, show_progress) as report:
         for number in range(steps):
             lens, state, value = step(params, lens, state, *batches[number % len(batches)])
-            report(number + 1, f"divergence {float(value) / len(lens.bias_LD):.4f}")
+            report(number + 1, f"divergence {float(value):.4f}")
     trained: Lens = jax.tree.map(np.asarray, lens)
     if not all(np.isfinite(x).all() for x in (trained.weight_LDD, trained.bias_LD)):
         raise NonFiniteError("the training of the lens diverged. Reduce learning_rate")
@@ -188,7 +196,7 @@ def lens_divergence(
     batches = _make_batches(model, params, texts, batch)
     lens = _fit_lens(model, lens)
     counts = [(position_BT >= 0).sum() for _, position_BT in batches]
-    means = [np.asarray(_jit_divergence(model, params, *arrays, lens)) for arrays in batches]
+    means = [np.asarray(_jit_divergence(model, params, *arrays, lens)[0]) for arrays in batches]
     return np.average(means, axis=0, weights=counts).astype(np.float32)
 
 
@@ -280,23 +288,87 @@ def _divergence(
     token_BT: jax.Array,
     position_BT: jax.Array,
     lens: Lens,
-) -> jax.Array:
-    """Return the mean over real tokens of KL(model || lens) after each layer, `[L]`."""
+) -> tuple[jax.Array, Lens]:
+    """Return the mean over real tokens of KL(model || lens) after each layer, `[L]`, and the
+    gradient of their sum by the lens.
+
+    It keeps the logits of `CHUNK_LOGITS` at a time.
+    """
     out = forward(model, params, None, token_BT, positions_BT=position_BT, read=_streams(model))
     stream_LBTD = jnp.stack([x.astype(jnp.float32) for x in out.sites.values()])
-    target_BTV = jax.nn.log_softmax(out.logits)
-    real_BT = position_BT >= 0
+    mapped_LBTD, pull_back = jax.vjp(lambda lens: lens.map(stream_LBTD), lens)
+    shape, rows = mapped_LBTD.shape, _chunk_rows(model, token_BT)
 
-    @jax.checkpoint
-    def compare(stream_BTD: jax.Array) -> jax.Array:
-        logprob_BTV = jax.nn.log_softmax(unembed(model, params, stream_BTD))
-        divergence_BT = (jnp.exp(target_BTV) * (target_BTV - logprob_BTV)).sum(axis=-1)
-        return divergence_BT.mean(where=real_BT)
+    def split(x: jax.Array) -> jax.Array:  # [..., N, D] to chunks [C, ..., R, D]
+        x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, -x.shape[-2] % rows), (0, 0)])
+        return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, rows, x.shape[-1]), -3, 0)
 
-    return jax.lax.map(compare, lens.map(stream_LBTD))
+    real_N1 = (position_BT >= 0).astype(jnp.float32).reshape(-1, 1)
+    share_N1 = real_N1 / real_N1.sum()
+    chunks = (
+        split(stream_LBTD[-1].reshape(-1, shape[-1])),
+        split(mapped_LBTD.reshape(shape[0], -1, shape[-1])),
+        split(share_N1),
+    )
+    divergence_CL, gradient_CLRD = jax.lax.map(partial(_compare_chunk, model, params), chunks)
+    gradient_LND = jnp.moveaxis(gradient_CLRD, 0, 1).reshape(shape[0], -1, shape[-1])
+    (gradient,) = pull_back(gradient_LND[:, : len(real_N1)].reshape(shape))
+    return divergence_CL.sum(axis=0), gradient
 
 
 _jit_divergence = jax.jit(_divergence, static_argnums=0)
+
+
+def _chunk_rows(model: Model, token_BT: Array) -> int:
+    """Return for how many tokens the logits are computed at once."""
+    return max(1, min(token_BT.size, CHUNK_LOGITS // model.config.vocab_size))
+
+
+def _compare_chunk(model: Model, params: Params, chunk: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the divergence after each layer, `[L]`, and the gradient by the streams, `[L, R, D]`.
+
+    Args:
+        chunk: the last stream `[R, D]`, the mapped streams `[L, R, D]`, and the weights `[R, 1]`.
+    """
+    last_RD, mapped_LRD, share_R1 = chunk
+
+    def read_out(stream_RD: jax.Array) -> jax.Array:
+        return unembed(model, params, stream_RD[None])[0]
+
+    target_RV = jax.nn.log_softmax(read_out(last_RD))
+    target_prob_RV = jnp.exp(target_RV)
+
+    def compare(stream_RD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_RV, pull_back = jax.vjp(read_out, stream_RD)
+        logprob_RV = jax.nn.log_softmax(logits_RV)
+        divergence_R1 = (target_prob_RV * (target_RV - logprob_RV)).sum(axis=-1, keepdims=True)
+        slope_RV = (jnp.exp(logprob_RV) - target_prob_RV) * share_R1
+        total = jnp.where(share_R1 > 0, divergence_R1 * share_R1, 0).sum()
+        return total, pull_back(slope_RV)[0]
+
+    divergence_L, gradient_LRD = jax.lax.map(compare, mapped_LRD)
+    return divergence_L, gradient_LRD
+
+
+def _estimate_cost(model: Model, params: Params, batches: list[Any], steps: int) -> str:
+    """Return a line on the time and memory of training: of one chunk, times their number."""
+    L, D, V = (
+        getattr(model.config, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+    )
+    rows = max(_chunk_rows(model, token_BT) for token_BT, _ in batches)
+    zeros = jnp.zeros((rows, D), jnp.float32)
+    chunk = zeros, zeros[None], jnp.ones((rows, 1), jnp.float32)
+    compare = jax.jit(_compare_chunk, static_argnums=0)
+    for _ in range(2):  # the first compiles
+        start = time.perf_counter()
+        jax.block_until_ready(compare(model, params, chunk))
+    seconds = (time.perf_counter() - start) * (L + 0.5) / 1.5  # the target: half of a comparison
+    chunks = np.mean([-(-token_BT.size // _chunk_rows(model, token_BT)) for token_BT, _ in batches])
+    size = 4 * (5 * rows * V + V * D + 4 * L * D * D)  # the dequantized output matrix
+    return (
+        f"training takes about {seconds * chunks * steps:,.0f} s, and {size / 2**30:,.1f} GiB"
+        " besides the model"
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 4))

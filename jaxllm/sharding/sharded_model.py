@@ -31,10 +31,10 @@ from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, fit_mesh, loc
 from jaxllm.sharding.pipeline import decode
 from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
 from jaxllm.sharding.shard_params import ParamSharder, replicate
-from jaxllm.weights.linear import INT8_BLOCK
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, map_leaves
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.types.base import INPUT_BLOCK
 
 V = TypeVar("V")
 
@@ -238,9 +238,9 @@ def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec)
     }
     heads = config.num_attention_heads * config.head_dim
     for name, size in {"the heads' width": heads, **widths}.items():
-        if size // over % INT8_BLOCK:
+        if size // over % INPUT_BLOCK:
             raise ConfigError(
-                f"int8_inputs rounds inputs in blocks of {INT8_BLOCK} columns, but {name} {size}"
+                f"int8_inputs rounds inputs in blocks of {INPUT_BLOCK} columns, but {name} {size}"
                 f" over tensor={over} splits a block. Use exact=True, or a smaller tensor axis"
             )
 

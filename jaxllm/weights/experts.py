@@ -122,8 +122,11 @@ def _multiply_native(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax
 
 def _multiply_jax(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
-    x_AI = round_to_int8(x_AI) if digits == 1 else x_AI
-    return tuple(_multiply_blocks(x_AI, stack, expert_A) for stack in stacks)
+    products = []
+    for stack in stacks:
+        some_AI = round_to_int8(x_AI, as_weight(stack).input_block) if digits == 1 else x_AI
+        products.append(_multiply_blocks(some_AI, stack, expert_A))
+    return tuple(products)
 
 
 def plan_blocks(rows: int, experts: int) -> tuple[int, int]:

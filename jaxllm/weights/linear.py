@@ -21,7 +21,6 @@ from jaxllm.weights.types.base import BLOCK_ROWS, WeightBase, round_up
 from jaxllm.weights.types.int_weight import IntWeight
 
 BLOCKED_SIZE = 1 << 23  # numbers of a weight from which XLA multiplies blocks of it
-INT8_BLOCK = 512  # columns of x that share a scale if inputs are rounded to int8
 
 Weights = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
@@ -38,8 +37,8 @@ def linear(
     kernel's limit (`native.path`); nor beyond it, if a matrix unit takes over.
 
     Args:
-        int8_inputs: round x to int8 in blocks of 512 columns if the weights are integers (dynamic
-            quantization): less arithmetic, not exact.
+        int8_inputs: round x to int8 if the weights are integers (dynamic quantization): less
+            arithmetic, not exact. A block of columns has one scale (`WeightBase.input_block`).
     """
     return linears(x, [(weight_OI, bias_O)], int8_inputs=int8_inputs)[0]
 
@@ -179,10 +178,10 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
     XLA holds a dequantized weight twice, once in the order in which it multiplies; a block fits a
     processor's cache. All of the loop depends on x, so that nothing happens before x is there.
     """
-    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
 
-    def multiply(weight: Any) -> jax.Array:
+    def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
+        x_RI = round_to_int8(x_RI, weight.input_block) if digits == 1 else x_RI
+        dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
         (rows, columns), scale_O = weight.shape, None
         if weight.has_row_scale and dtype == jnp.bfloat16:
             # Integers are exact in bfloat16, and so are powers of two times them; without those, a
@@ -214,7 +213,7 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
         y_RO = jax.lax.fori_loop(0, -(-rows // BLOCK_ROWS), multiply_block, y_RO)
         return y_RO if scale_O is None else y_RO * scale_O[None]
 
-    return tuple(map(multiply, weights))
+    return tuple(multiply(x_RI, weight) for weight in weights)
 
 
 def get_native_matrix(weight: Weight) -> native.Matrix:
@@ -238,19 +237,24 @@ def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:
 
 def _multiply_jax(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
     """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
-    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    return tuple(as_weight(weight).matmul(x_RI) for weight in weights)
+    products = []
+    for weight in map(as_weight, weights):
+        some_RI = round_to_int8(x_RI, weight.input_block) if digits == 1 else x_RI
+        products.append(weight.matmul(some_RI))
+    return tuple(products)
 
 
-def round_to_int8(x_RI: jax.Array) -> jax.Array:
-    """Round x to int8 with a scale for each 512 columns, and return it dequantized: float32.
+def round_to_int8(x_RI: jax.Array, block: int) -> jax.Array:
+    """Round x to int8 with a scale for each `block` columns; return it dequantized, in float32.
 
     The kernels round to the same integers, bit for bit: by the same operations in the same order.
     """
     rows, columns = x_RI.shape
-    width = round_up(columns, INT8_BLOCK)
+    width = round_up(columns, block)
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
-    x_RCG = x_RCG.reshape(rows, -1, INT8_BLOCK)
+    x_RCG = x_RCG.reshape(rows, -1, block)
     step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)
-    x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
+    step = jnp.where(step < 2.0**-102, 0.0, step)
+    # By the reciprocal: XLA replaces quotients with it, but not always.
+    x_RCG = jnp.round(x_RCG * (1 / jnp.where(step == 0, 1.0, step))) * step
     return x_RCG.reshape(rows, width)[:, :columns]

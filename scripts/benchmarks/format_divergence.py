@@ -4,6 +4,7 @@ One decision: the text is sampled from the model itself at temperature 1, so tha
 measured on text from its own distribution.
 
     python scripts/benchmarks/format_divergence.py --model demo:llama
+    python scripts/benchmarks/format_divergence.py --model FILE.gguf --formats stored
 """
 
 import argparse
@@ -12,7 +13,7 @@ import dataclasses
 import jaxllm
 from jaxllm.evaluate.likelihood.data import Loader, loader
 
-FORMATS = ("int8", "int8-g64", "int4-g128", "int4", "int4-g32-zp")
+FORMATS = "int8,int8-g64,int4-g128,int4,int4-g32-zp"
 
 
 def sample_documents(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
@@ -33,14 +34,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo:llama")
     parser.add_argument("--rows", type=int, default=16, help="number of documents")
+    parser.add_argument("--formats", default=FORMATS, help="stored: as in the file")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per document")
     options = parser.parse_args()
     exact = jaxllm.load(options.model, dtype="float32")
     text = sample_documents(exact, options.rows, options.tokens)
     print("| weights | inputs | mean KL | p99 | max | same top-1 | perplexity ratio |")
     print("|---|---|---:|---:|---:|---:|---:|")
-    for name in FORMATS:
-        lm = jaxllm.load(options.model, dtype="float32", quantize=name)
+    for name in options.formats.split(","):
+        quantize = None if name == "stored" else name
+        lm = jaxllm.load(options.model, dtype="float32", quantize=quantize)
         for int8 in (False, True):
             precision = dataclasses.replace(lm.model.precision, int8_inputs=int8)
             model = jaxllm.build(lm.config, precision)

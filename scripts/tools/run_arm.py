@@ -122,7 +122,7 @@ def pack_cases(seed: int) -> bytes:
             ):  # fmt: skip
                 x = inputs(rng, kind, (rows, columns), dtype)
                 for int8 in (False, True)[: 1 + name.startswith("int")]:
-                    x_64 = (rounded(x) if int8 else x).astype(np.float64)
+                    x_64 = (rounded(x, matrix.group) if int8 else x).astype(np.float64)
                     exact, size = x_64 @ matrix.numbers.T, np.abs(x_64) @ np.abs(matrix.numbers).T
                     bound = 1e-6 * max(1.0, (columns / 2048) ** 0.5) * size + 1e-37 * (columns + 1)
                     bound[(size > 3e38)] = np.inf

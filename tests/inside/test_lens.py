@@ -1,16 +1,18 @@
 """Lenses and direct logit attribution, against NumPy, explicit Jacobians and their laws."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import models
+from jaxllm import inside, models
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError, TokenError
 from jaxllm.inside import (
     Lens,
@@ -136,10 +138,37 @@ def test_tuned_lens_learns_to_predict_the_model(lm: Any) -> None:
     want_L = np.concatenate([divergence_LBT[:, 0], divergence_LBT[:, 1, :4]], axis=1).mean(axis=1)
     np.testing.assert_allclose(lens_divergence(*lm, texts, lens, batch=2), want_L, rtol=1e-4)
     before_L = lens_divergence(*lm, texts)
-    tuned = fit_tuned_lens(*lm, texts, steps=40, learning_rate=1e-2, batch=2)
+    lines = list[str]()
+    tuned = fit_tuned_lens(*lm, texts, steps=40, learning_rate=1e-2, batch=2, log=lines.append)
+    assert re.fullmatch(r"training takes about \d+ s, and 0.0 GiB besides the model", *lines)
     after_L = lens_divergence(*lm, texts, tuned)
     assert (after_L[:-1] < 0.2 * before_L[:-1]).all()
     assert after_L[-1] < 0.01
+
+
+def test_chunked_divergence_has_gradient_of_whole(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over chunks of three tokens, the divergence and its gradient by the lens are those of the
+    whole, by automatic differentiation.
+    """
+    model, params = lm
+    monkeypatch.setattr(inside.lens, "CHUNK_LOGITS", 3 * model.config.vocab_size)
+    ids, real_BT = tokens(B, T), np.arange(T)[None] < np.array([[T], [4]])
+    positions = np.where(real_BT, np.arange(T), -1).astype(np.int32)
+
+    def divergence(lens: Lens) -> tuple[jax.Array, jax.Array]:
+        logprob_LBTV = jax.nn.log_softmax(lens_logits(*lm, ids, lens))
+        model_BTV = jax.nn.log_softmax(jaxllm.forward(model, params, None, ids).logits)
+        each_LBT = (jnp.exp(model_BTV) * (model_BTV - logprob_LBTV)).sum(axis=-1)
+        mean_L = each_LBT.mean(axis=(1, 2), where=real_BT)
+        return mean_L.sum(), mean_L
+
+    lens = jax.tree.map(jnp.asarray, random_lens(model))
+    with jax.numpy_rank_promotion("allow"):
+        (_, want_L), want = jax.value_and_grad(divergence, has_aux=True)(lens)
+    found_L, found = inside.lens._jit_divergence(model, params, ids, positions, lens)
+    np.testing.assert_allclose(found_L, want_L, rtol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
 
 
 def test_lens_file_round_trip_and_refusals(lm: Any, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def linear(rng: Rng, isa: str) -> bool:
     if columns:
         x[wild, rng.integers(columns)] = rng.choice([np.nan, np.inf, -np.inf])
     y = product(isa, matrix, x, rounded=whole)
-    tame = rounded(x[~wild]) if whole else x[~wild]
+    tame = rounded(x[~wild], matrix.group) if whole else x[~wild]
     right = errors(y[~wild], tame, matrix).max(initial=0) <= 1
     return bool(right and not (columns and np.isfinite(y[wild]).any()))
 

@@ -19,7 +19,6 @@ INTEGERS = [  # bits, columns per scale (0: the whole row), zero points, scale d
     (4, 64, True, "float16"), (4, 128, True, "float32"),
 ]  # fmt: skip
 SPARE = 128  # unused values after those of a bitmap
-ROUNDED = 512  # columns per step of rounded inputs
 
 
 def _up(n: int, to: int) -> int:
@@ -225,16 +224,17 @@ def inputs(rng: Rng, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.n
     return placed(INPUTS[name](rng, rng.normal(0, 1, shape)).astype(np.float32).astype(dtype))
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Round as `round_to_int8` does, in float32."""
-    x = x.astype(np.float32)
+def rounded(x: np.ndarray, group: int | None) -> np.ndarray:
+    """Round for weights with groups of so many columns, as `round_to_int8` does, in float32."""
+    x, size = x.astype(np.float32), group or 128
     out = np.zeros_like(x)
-    for begin in range(0, x.shape[1], ROUNDED):
-        block = x[:, begin : begin + ROUNDED]
+    for begin in range(0, x.shape[1], size):
+        block = x[:, begin : begin + size]
         step = np.abs(block).max(axis=1, keepdims=True) * (np.float32(1) / np.float32(127))
-        step[step < np.finfo(np.float32).tiny] = 0  # XLA's threads flush subnormals
-        some = np.round(block / np.where(step == 0, np.float32(1), step)) * step
-        out[:, begin : begin + ROUNDED] = some
+        step[step < 2.0**-102] = 0
+        inverse = np.float32(1) / np.where(step == 0, np.float32(1), step)
+        some = np.round(block * inverse) * step
+        out[:, begin : begin + size] = some
     return out
 
 

@@ -96,11 +96,11 @@ def test_inputs_are_rounded_to_int8_consistently() -> None:
     x[2] = 0
     for dtype in (jnp.float32, jnp.bfloat16):
         some = jnp.asarray(x, dtype)
-        once = np.asarray(jax.jit(round_to_int8)(some))
-        assert once.tobytes() == np.asarray(round_to_int8(some)).tobytes()
-        np.testing.assert_array_equal(once, rounded(np.asarray(some)))
+        once = np.asarray(jax.jit(round_to_int8, static_argnums=1)(some, 64))
+        assert once.tobytes() == np.asarray(round_to_int8(some, 64)).tobytes()
+        np.testing.assert_array_equal(once, rounded(np.asarray(some), 64))
     weight = matrix(rng, (41, 1300), "int4-g64")
-    expected, bound = in_float64(jnp.asarray(rounded(x)), weight)
+    expected, bound = in_float64(jnp.asarray(rounded(x, 64)), weight)
     for rows, path in ((3, nullcontext), (30, nullcontext), (3, native.disable_kernels)):
         with path():
             y = np.asarray(apply(jnp.asarray(np.tile(x, (rows // 3, 1))), weight, int8_inputs=True))

@@ -138,7 +138,7 @@ def test_first_token_lists_all_stages(capsys: Printed) -> None:
 
 @pytest.mark.full
 def test_format_divergence_is_small(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
-    monkeypatch.setattr(format_divergence, "FORMATS", ("int8",))
+    monkeypatch.setattr(format_divergence, "FORMATS", "int8")
     monkeypatch.setattr(sys, "argv", ["format_divergence", "--rows", "2", "--tokens", "24"])
     format_divergence.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]

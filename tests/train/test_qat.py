@@ -148,9 +148,8 @@ def test_fake_quant_linear_gradients_equal_torch(inputs: str) -> None:
             their_x, their_step, torch.tensor([5.0]), -127, 127, (128 * 127) ** -0.5
         )
     if dynamic:
-        used = (
-            their_x + (torch.tensor(np.asarray(round_to_int8(jnp.asarray(x)))) - their_x).detach()
-        )
+        rounded = np.asarray(round_to_int8(jnp.asarray(x), 64))
+        used = their_x + (torch.tensor(rounded) - their_x).detach()
     (used @ (their_rounded * sign).reshape(5, 128).T * torch.tensor(g)).sum().backward()
     near(to_x, their_x.grad)
     near(found["weight"], their_w.grad.reshape(5, 128))

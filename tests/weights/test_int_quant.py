@@ -166,7 +166,9 @@ def test_int_linear_and_embed_equal_dense(name: str) -> None:
     assert_products_equal(weight, dense)
     x = np.random.default_rng(4).normal(0, 1, (5, COLUMNS)).astype(np.float32)
     y = jax.jit(partial(linear, int8_inputs=True))(jnp.asarray(x), weight)
-    expected = np.asarray(round_to_int8(jnp.asarray(x))).astype(np.float64) @ dense.T
+    expected = (
+        np.asarray(round_to_int8(jnp.asarray(x), weight.group or 128)).astype(np.float64) @ dense.T
+    )
     np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -263,8 +263,8 @@ def linear(
         x_RI: float32 or bfloat16. With digits=1 and integer weights, also int8 from -127 to 127; if
             a row has one scale, the integer sum is exact.
         columns: I of all weights.
-        digits: Base-256 digits of x for integer weights: 1 rounds x to int8 in blocks of 512
-            columns, 3 keeps all of x.
+        digits: Base-256 digits of x for integer weights: 1 rounds x to int8, with a scale
+            for the columns of a group, or for each 128 if rows have one scale; 3 keeps all of x.
         matrix_unit: Use the matrix unit if it supports these dtypes, with another order of
             additions.
     """

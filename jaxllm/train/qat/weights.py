@@ -10,7 +10,7 @@ from flax import struct
 from jaxllm.errors import ConfigError
 from jaxllm.weights.linear import round_to_int8
 from jaxllm.weights.types.arrays import matmul
-from jaxllm.weights.types.base import LinearFn, group_slice, nan_out_of_range, round_up
+from jaxllm.weights.types.base import INPUT_BLOCK, LinearFn, group_slice, nan_out_of_range, round_up
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntFormat, IntWeight
 from jaxllm.weights.types.wrapper import WeightWrapper
@@ -197,7 +197,8 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
             factor = (x_RI.shape[1] * MAX_INPUT) ** -0.5
             return fake_quantize(x_RI, step, zero, (MIN_INPUT, MAX_INPUT), factor)
         if self.dynamic_inputs:
-            return with_derivative(round_to_int8(x_RI), x_RI.astype(jnp.float32))
+            rounded_RI = round_to_int8(x_RI, self.target_format.group or INPUT_BLOCK)
+            return with_derivative(rounded_RI, x_RI.astype(jnp.float32))
         return x_RI
 
     def _split_groups(self) -> tuple[jax.Array, jax.Array, jax.Array]:

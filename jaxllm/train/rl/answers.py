@@ -66,10 +66,11 @@ class AnswerSampler:
         return joined.replace(
             weight_BN=weight_RN.reshape(joined.weight_BN.shape),
             advantage_B=group_advantages(reward_PG, self.form).reshape(joined.reward_B.shape),
+            reward_B=joined.reward_B.astype(np.float32),
         )
 
     def _answer_batch(self, params: Params, rows: PromptRows, key: jax.Array) -> AnswerRows:
-        """Return the answers of one batch; their weights are 1, and their advantages 0."""
+        """Return the answers of one batch: weights 1, advantages 0, and rewards in float64."""
         G, N = self.group_size, self.max_new_tokens
         chosen = [self.prompts[i] for i in rows.index_B for _ in range(G)]
         B, W = len(chosen), rows.token_BT.shape[1]
@@ -112,7 +113,7 @@ class AnswerSampler:
             reference_BN=np.asarray(reference_BN),
             weight_BN=there_BN.astype(np.float32),
             advantage_B=np.zeros(B, np.float32),
-            reward_B=np.array(rewards, np.float32),
+            reward_B=np.array(rewards, np.float64),
         )
 
 

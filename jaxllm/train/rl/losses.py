@@ -68,8 +68,11 @@ class AnswerRows(Rows):
 def group_advantages(reward_PG: np.ndarray, form: str) -> np.ndarray:
     """Return how much better each of a prompt's G answers is than their mean, float32 `[P, G]`.
 
+    It is computed in float64, from differences to the first answer: equal rewards give exact zeros.
     `grpo` and `dapo` divide by the sample's standard deviation (G - 1) plus `EPSILON`.
     """
+    reward_PG = reward_PG.astype(np.float64)
+    reward_PG = reward_PG - reward_PG[:, :1]
     advantage_PG = reward_PG - reward_PG.mean(axis=1, keepdims=True)
     if FORMS[form].scales:
         advantage_PG = advantage_PG / (reward_PG.std(axis=1, ddof=1, keepdims=True) + EPSILON)

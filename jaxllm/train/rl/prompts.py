@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from jaxllm.runtime.schema import as_schema
 from jaxllm.train.data.dataset import shuffle_rows
 from jaxllm.train.data.rows import Ints, Rows, blank_rows
 from jaxllm.train.data.sources import TextEncoder, read_examples
+
+MAX_REWARD = 1e9  # of either sign, exclusive: advantages and their sums are finite in float32
 
 # Takes the prompt, the answer without special tokens, and the prompt's line of the file.
 Reward = Callable[[str, str, Mapping[str, Any]], float]
@@ -56,7 +57,7 @@ class _Line(msgspec.Struct):
 class _ScoredLine(msgspec.Struct):
     prompt: str
     completion: str
-    reward: Annotated[float, msgspec.Meta(gt=-1e9, lt=1e9)]
+    reward: Annotated[float, msgspec.Meta(gt=-MAX_REWARD, lt=MAX_REWARD)]
 
 
 def read_prompts(path: Path, lm: LM) -> list[Prompt]:
@@ -171,7 +172,11 @@ def load_reward(name: str) -> Reward:
 
 
 def score_answer(reward: Reward, prompt: Prompt, answer: str) -> float:
-    """Return the reward of an answer. Raises ConfigError if the function fails."""
+    """Return the reward of an answer.
+
+    Raises ConfigError if the function fails, or returns no number between plus and minus
+    `MAX_REWARD`.
+    """
     try:
         score = float(reward(prompt.text, answer, prompt.line))
     except Exception as error:
@@ -179,9 +184,9 @@ def score_answer(reward: Reward, prompt: Prompt, answer: str) -> float:
             f"the reward function raised {type(error).__name__}: {error!s:.200}, for the answer"
             f" {answer!r:.60} to {prompt.text!r:.60}"
         ) from error
-    if not math.isfinite(score):
+    if not abs(score) < MAX_REWARD:
         raise ConfigError(
-            f"the reward must be a finite number, got {score}, for the answer {answer!r:.60} to"
-            f" {prompt.text!r:.60}"
+            f"the reward must be a number between -{MAX_REWARD:g} and {MAX_REWARD:g}, got {score},"
+            f" for the answer {answer!r:.60} to {prompt.text!r:.60}"
         )
     return score

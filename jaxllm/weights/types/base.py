@@ -24,6 +24,7 @@ LinearFn = Callable[..., jax.Array]  # inputs [R, I] and a weight to float32 [R,
 # Rows [A, D], their experts [A], and the function from both to [A, D] that runs local experts.
 RunExperts = Callable[[jax.Array, jax.Array, Callable[..., jax.Array]], jax.Array]
 BLOCK_ROWS = 512  # rows of a block, which is quantized at once
+INPUT_BLOCK = 128  # columns of x that share a scale if x is rounded to int8 and rows have one scale
 
 
 class LocalExperts(NamedTuple):
@@ -43,6 +44,7 @@ class LocalExperts(NamedTuple):
 class WeightBase:
     """A weight in a storage format: a frozen dataclass that is a pytree of arrays."""
 
+    input_block: int = INPUT_BLOCK  # columns of x that share a scale if x is rounded to int8
     supports_int8_inputs = False  # whether `Precision.int8_inputs` applies to products with it
     # Whether it is a device's shard, whose products communicate: `apply_with` then passes further
     # arguments on to `linear`.

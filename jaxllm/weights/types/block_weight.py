@@ -29,6 +29,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     Its bytes may begin before the first row, so that they begin where XLA can use them in place.
     """
 
+    input_block = GROUP
     supports_int8_inputs = True
 
     data: jax.Array  # uint8: less than a row of other bytes, then all rows

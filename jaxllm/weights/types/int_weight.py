@@ -27,6 +27,7 @@ from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.affine import AffineQuantizer, quantize_rows
 from jaxllm.weights.types.arrays import DTYPES, add_dependency, matmul
 from jaxllm.weights.types.base import (
+    INPUT_BLOCK,
     ArraySpecs,
     Format,
     LinearFn,
@@ -79,6 +80,10 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     @property
     def is_composite(self) -> bool:
         return any(x is not None for x in (self.offset, self.second_scale, self.row_sum))
+
+    @property
+    def input_block(self) -> int:  # type: ignore[override]
+        return self.group or INPUT_BLOCK
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -177,7 +177,7 @@ def test_ten_steps_equal_torch_loop(form: str, beta: float, lm: LM) -> None:
             torch.tensor(np.asarray(x[0])) for x in (rows.token_BT, rows.label_BT, rows.reward_B)
         )
         mask, labels = (labels != IGNORED).float(), labels.clamp(min=0).long()
-        group = reward.view(-1, 4)
+        group = reward.double().view(-1, 4)
         advantage = group - group.mean(1, keepdim=True)
         if form != "dr-grpo":
             advantage = advantage / (group.std(1, keepdim=True) + 1e-4)
@@ -188,7 +188,7 @@ def test_ten_steps_equal_torch_loop(form: str, beta: float, lm: LM) -> None:
 
         old = logprobs(model, 0.8).detach()
         for _ in range(2):
-            ratio, a = torch.exp(logprobs(model, 0.8) - old), advantage.view(-1, 1)
+            ratio, a = torch.exp(logprobs(model, 0.8) - old), advantage.float().view(-1, 1)
             each = -torch.min(ratio * a, ratio.clamp(1 - 0.2, 1 + high) * a)
             d = logprobs(reference, 1.0).detach() - logprobs(model, 1.0)
             each = (each + beta * (torch.exp(d) - d - 1)) * mask
@@ -254,9 +254,15 @@ def test_rewards_rise(lm: LM) -> None:
 
 
 def test_scored_answers_train_offline(lm: LM, tmp_path: Path) -> None:
-    """Equal prompts of a file are a group; the answers' own tokens train, with ratios of 1."""
+    """Equal prompts of a file are a group; the answers' own tokens train, with ratios of 1.
+
+    float32 cannot tell the first group's rewards apart, and the second group's are equal.
+    """
     file = tmp_path / "scored.jsonl"
-    lines = [(p, c, r) for p in TEXTS[:2] for c, r in ((" big dog.", 1.0), (" cat", 0), (" a", -1))]
+    texts, rewards = (" big dog.", " cat", " a"), (16777218, 16777217, 16777216, *[-777.7] * 3)
+    lines = [
+        (p, c, rewards[3 * n + i]) for n, p in enumerate(TEXTS[:2]) for i, c in enumerate(texts)
+    ]
     named = [dict(zip(("prompt", "completion", "reward"), line, strict=True)) for line in lines]
     file.write_text("".join(json.dumps(line) + "\n" for line in named))
     prompts = Prompts(read_scored(file, lm), 2)
@@ -266,7 +272,10 @@ def test_scored_answers_train_offline(lm: LM, tmp_path: Path) -> None:
     found = run(job, 2)
     assert found.records[0].also["drift"] == 0.0
     rows = jax.tree.map(lambda x: x[0], kept[0])
-    assert rows.reward_B.tolist() == rows.advantage_B.tolist() == [1.0, 0.0, -1.0] * 2
+    group = rows.reward_B.argmax() // 3  # of the first prompt: they are shuffled
+    expected = np.zeros((2, 3))
+    expected[group] = 1, 0, -1
+    assert rows.advantage_B.tolist() == expected.ravel().tolist()
     label_T = rows.label_BT[0][rows.label_BT[0] != IGNORED]
     assert lm.decode(label_T) == " big dog."
     assert label_T[-1] == lm.generation["eos_token_id"]
@@ -295,7 +304,8 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str, lm: LM) 
     ("reward", "message"),
     [
         (lambda *_: 1 / 0, "raised ZeroDivisionError: division by zero, for the answer 'cat'"),
-        (lambda *_: float("nan"), "must be a finite number, got nan, for the answer 'cat'"),
+        (lambda *_: float("nan"), "between -1e.09 and 1e.09, got nan, for the answer 'cat'"),
+        (lambda *_: -1e9, "must be a number between -1e.09 and 1e.09, got -1000000000.0"),
         (lambda *_: None, "raised TypeError"),
         (lambda: 1.0, "raised TypeError"),
     ],

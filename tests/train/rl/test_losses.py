@@ -1,5 +1,6 @@
 """The three losses and their advantages, compared with torch on random arrays."""
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -96,6 +97,8 @@ def test_weights_of_equal_lengths_are_equal_in_all_forms(form: str) -> None:
 
 
 def test_advantages_of_equal_rewards_are_zero() -> None:
-    """A group that is always right, or always wrong, teaches nothing."""
-    for form in FORMS:
-        assert not group_advantages(np.full((2, 3), 0.7, np.float32), form).any()
+    """A group that is always right, or always wrong, teaches nothing; near rewards differ."""
+    for form, size, reward in product(FORMS, (3, 7, 8), (0.1, 0.7, -777.7, 999999999.9)):
+        assert not group_advantages(np.full((2, size), reward), form).any()
+    near = group_advantages(np.array([[16777216.0, 16777217.0]]), "dr-grpo")
+    assert near.tolist() == [[-0.5, 0.5]]

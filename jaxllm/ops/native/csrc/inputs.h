@@ -47,7 +47,7 @@ inline const Order* order_of(const Weight& w, bool pairs) {
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {
   if (by_digits(w, in)) return in.rows * (exact_bytes(in) + rest_bytes(in));
-  return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Digits) : stride_of(in) * (pairs(w, in) ? 2 : 4));
+  return in.rows * (rounded(w, in) ? chunks_of(in) * digits_bytes(w) : stride_of(in) * (pairs(w, in) ? 2 : 4));
 }
 
 template <class T>
@@ -61,7 +61,7 @@ void put_in_order(const Order* order, const T* from, int64_t count, T* to) {
 }
 
 inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
-  const int64_t columns = in.columns, count = blocks_of(in), whole = count * kRounded, stride = stride_of(in);
+  const int64_t columns = in.columns, count = chunks_of(in), whole = 128 * count, stride = stride_of(in);
   const Order* order = order_of(w, pairs(w, in) && !by_digits(w, in));
   float* x = reinterpret_cast<float*>(space<Order>(2 * 4 * whole));
   for (int64_t r = begin; r < end; r++) {
@@ -82,8 +82,11 @@ inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end
       put_in_order(order, x, columns, static_cast<float*>(prepared) + r * stride);
       continue;
     }
-    for (int64_t b = 0; b < count; b++)
-      write_block(w, x + kRounded * b, in.codes, static_cast<Digits*>(prepared)[r * count + b]);
+    for (int64_t c = 0; c < count; c++)
+      if (w.kind == Kind::kInt4)
+        write_chunk(w, x + 128 * c, in.codes, static_cast<Digits<16>*>(prepared)[r * count + c]);
+      else
+        write_chunk(w, x + 128 * c, in.codes, static_cast<Digits<32>*>(prepared)[r * count + c]);
   }
 }
 

@@ -59,13 +59,12 @@ struct Weight {
 };
 
 // Activations [rows, columns]. `rounded`: if weights are integers, these are too, with a step for
-// each kRounded columns: the same ones as round_to_int8 of weights/linear.py makes, bit for bit.
+// each group of columns, or 128 if rows have one scale: the same ones as round_to_int8 of weights/linear.py makes, bit for
+// bit.
 // Otherwise a product has float32 accuracy relative to the sum of its terms' magnitudes, whatever their
 // sizes: no input may lose bits because of a larger neighbor, nor a sum overflow that a scale would
 // prevent. `codes`: they are integers already, int8 from -127 to 127 (-128 counts as -127), which integer
 // weights multiply directly; if a row has one scale, the sum is exact, and scaled once.
-constexpr int64_t kRounded = 512;
-
 struct Input {
   const void* x;
   bool bf16;

@@ -31,8 +31,8 @@ struct Strips {
 
   Strips(const Weight& w, const Input& in)
       : size(rounded(w, in) ? 1 : 2),
-        width(up(in.columns, size == 1 ? kRounded : 128)),
-        blocks(size == 1 ? blocks_of(in) : 0) {}
+        width(up(in.columns, 128)),
+        blocks(size == 1 ? width / step_columns(w) : 0) {}
   int64_t row_bytes() const { return width * size; }
   int64_t bytes() const { return kTile * (row_bytes() + 4 * blocks); }
 };
@@ -43,7 +43,7 @@ inline size_t matrix_bytes(const Weight& w, const Input& in) {
 
 inline void prepare_matrix(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
   const Strips strips(w, in);
-  const int64_t row_bytes = strips.row_bytes(), whole = up(in.columns, kRounded);
+  const int64_t row_bytes = strips.row_bytes(), whole = up(in.columns, 128), count = step_columns(w);
   struct Use {};
   uint8_t* lines = space<Use>(kTile * row_bytes + 4 * whole);
   float* x = reinterpret_cast<float*>(lines + kTile * row_bytes);
@@ -64,7 +64,7 @@ inline void prepare_matrix(const Weight& w, const Input& in, int64_t begin, int6
       to_floats(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, at, in.columns, x);
       for (int64_t c = in.columns; c < whole; c++) x[c] = 0;
       for (int64_t b = 0; b < strips.blocks; b++)
-        step[kTile * b + i] = write_digits(x + kRounded * b, reinterpret_cast<int8_t*>(line + kRounded * b));
+        step[kTile * b + i] = write_digits(x + count * b, count, reinterpret_cast<int8_t*>(line + count * b));
     }
     for (int64_t k = 0; k < row_bytes; k += 64) {
       Bits four[kTile];
@@ -250,7 +250,7 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
   const bool once = Pairs && !grouped && columns;  // all columns are summed in the unit
   const int64_t block = many ? kMost : kFew, pass = (many ? kManyBytes : kFewBytes) / kSize;
   const int64_t stride = pass * kSize + 64;  // of written rows
-  const int64_t unit = grouped ? w.group : (Pairs ? pass : kRounded);
+  const int64_t unit = Pairs && !grouped ? pass : step_columns(w);
   const int64_t step = unit * kSize < 64 ? unit * kSize : 64, groups = grouped ? w.groups : 1;
   const MatrixUnit on{int(step)};
   struct Use {};
@@ -294,7 +294,7 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
             each_sum<O, S>([&](auto T, int i, int j) {
               if (once) return store_tile<T>(sums(i, j));
               const float* of = scale + (t + i) * kTile * groups + (grouped ? (c + u) / unit : 0);
-              add_scaled<Pairs, T>(of, groups, steps[j] + kTile * ((c + u) / kRounded), sums(i, j));
+              add_scaled<Pairs, T>(of, groups, steps[j] + kTile * ((c + u) / unit), sums(i, j));
             });
           }
         };
