@@ -45,7 +45,7 @@ def fold_scale(
         if a norm's weights are stored in 16 bits.
     """
     assert site.source is not None
-    source = get_module(params, site.source)
+    source, norm = get_module(params, site.source), Params()
     if source["weight"].ndim == 1:
         old_I = source["weight"]
         before_I = old_I.astype(jnp.float32) + norm_offset
@@ -53,10 +53,8 @@ def fold_scale(
         after_I = new_I.astype(jnp.float32) + norm_offset
         is_zero_I = (before_I == 0) | (after_I == 0)
         scale_I = jnp.where(is_zero_I, 1.0, before_I / jnp.where(is_zero_I, 1.0, after_I))
-        divided = {"weight": jnp.where(is_zero_I, old_I, new_I)}
-        divided |= {k: _divide_rows(x, scale_I) for k, x in source.items() if k != "weight"}
-    else:
-        divided = {k: _divide_rows(x, scale_I) for k, x in source.items()}
+        norm = {"weight": jnp.where(is_zero_I, old_I, new_I)}
+    divided = {name: _divide_rows(x, scale_I) for name, x in source.items()} | norm
     params = replace_leaves(params, site.source, **divided)
     for linear in site.linears:
         weight = get_module(params, linear)["weight"]
@@ -73,6 +71,7 @@ def _divide_rows(leaf: Weight, scale_I: jax.Array) -> Weight:
         found = {name: x for name in rows if (x := getattr(leaf, name)) is not None}
         return leaf.replace(**{name: _divide_rows(x, scale_I) for name, x in found.items()})
     by = scale if leaf.ndim == 1 else scale[:, None]
+    assert isinstance(leaf, jax.Array)
     return (leaf.astype(jnp.float32) / by).astype(leaf.dtype)
 
 

@@ -132,7 +132,9 @@ def make_data(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
     else:
         bos = lm.generation.get("bos_token_id", 1)
         samples = [
-            from_samples(lm.model, lm.params, bos_id=bos, rows=n, width=width, seed=n).token_NT
+            from_samples(
+                lm.model, lm.params, bos_id=bos, rows=n, width=width, seed=n, bos=False
+            ).token_NT
             for n in (ROWS, 40)
         ]
         rows, rest = samples[0], samples[1].tolist()
