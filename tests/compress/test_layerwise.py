@@ -161,8 +161,8 @@ def test_awq_beats_rounding_and_protects_large_channels(
     "line",
     [
         "quantize: gptq int3-g64",
-        "quantize: gptq int3-g64 act_order=true",
-        "quantize: gptq int3-g64 act_order=true static_groups=false",
+        "quantize: gptq int3-g64 act_order=false",
+        "quantize: gptq int3-g64 static_groups=false",
         "quantize: awq int3-g64",
     ],
 )
