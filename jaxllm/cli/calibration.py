@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.cli.eval_data import bos_id, join_documents, read_text_option
+from jaxllm.cli.eval_data import adds_bos, bos_id, join_documents, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     Args:
       document: the calibration text from `read_source`; None for samples.
     """
-    from jaxllm.compress.calibration import from_texts, from_tokens
-    from jaxllm.data.chunking import ChunkSpec, chunk_rows
+    from jaxllm.compress.calibration import chunk_rows_after, from_texts, from_tokens
+    from jaxllm.data.chunking import ChunkSpec
 
     length = source.row_length(lm)
     if source.samples is not None:
-        return _sample_rows(lm, source, source.samples, source.seed)
+        return _sample_rows(lm, source, source.samples, source.seed, adds_bos(lm))
     cut = ChunkSpec(width=length, rows=source.rows, seed=source.seed)
     assert document is not None and source.file is not None
     option, value = source.file
@@ -100,7 +100,10 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     else:
         import numpy as np
 
-        calibration = from_tokens(chunk_rows([np.array(document, np.int32)], length, cut))
+        begin = [bos_id(lm)] if adds_bos(lm) else []
+        text = document[1:] if document[:1] == begin else document  # begins with it once
+        pieces = [np.array(text, np.int32)]
+        calibration = from_tokens(chunk_rows_after(begin, pieces, cut))
     calibration = dataclasses.replace(
         calibration, source={**calibration.source, **about, "seed": source.seed}
     )
@@ -112,25 +115,24 @@ def sample_eval_rows(lm: "LM", source: CalibrationSource, maximum: int) -> list[
     """Sample evaluation rows from the model: as many as a recipe is calibrated on, at most
     `maximum`.
 
-    The last token of each is dropped, so that with a begin-of-text token they are as long as the
-    calibration rows.
+    They begin with the begin-of-text token, and are as long as the calibration rows.
     """
     assert source.samples is not None
     rows = min(source.samples, max(1, maximum))
-    token_NT = _sample_rows(
-        lm, source, rows, source.seed ^ 1
-    ).token_NT  # a seed other than calibration's
-    samples: list[list[int]] = token_NT[:, :-1].tolist()
+    seed = source.seed ^ 1  # another than calibration's
+    samples: list[list[int]] = _sample_rows(lm, source, rows, seed, True).token_NT.tolist()
     return samples
 
 
-def _sample_rows(lm: "LM", source: CalibrationSource, rows: int, seed: int) -> "Calibration":
+def _sample_rows(
+    lm: "LM", source: CalibrationSource, rows: int, seed: int, bos: bool
+) -> "Calibration":
     """Sample rows from the model."""
     from jaxllm.compress.calibration import from_samples
 
     width = source.row_length(lm)
     calibration = from_samples(
-        lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed
+        lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed, bos=bos
     )
     calibration.check(lm.config)
     return calibration

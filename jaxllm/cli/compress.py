@@ -18,7 +18,7 @@ from jaxllm.cli.calibration import (
     sample_eval_rows,
 )
 from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.eval_data import describe_text, make_loader
+from jaxllm.cli.eval_data import adds_bos, describe_text, make_loader
 from jaxllm.cli.options import (
     AsJson,
     Dtype,
@@ -195,7 +195,8 @@ def _make_eval_loader(
     """Return the evaluation data and facts about it, or None and None if there is none."""
     if eval_document is None and source.samples is not None:
         rows = sample_eval_rows(lm, source, limit)
-        return make_loader(lm, rows, window=window, limit=limit, bos="first")
+        bos = "each" if adds_bos(lm) else "first"  # samples begin with it
+        return make_loader(lm, rows, window=window, limit=limit, bos=bos)
     if eval_document is None:
         log("quality is not measured: give --eval FILE")
         return None, None

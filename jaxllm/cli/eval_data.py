@@ -84,10 +84,9 @@ def make_loader(
     from jaxllm.evaluate.likelihood.score import default_batch
 
     if bos == "auto":
-        adds = lm.tokenizer is not None and lm.tokenizer.adds_bos
-        bos = "none" if not adds else "each" if protocol == "second-half" else "first"
+        bos = "none" if not adds_bos(lm) else "first" if protocol == "rolling" else "each"
     begin = [] if bos == "none" else [bos_id(lm)]
-    documents = [begin + ids for ids in encode_corpus(lm, corpus)]
+    documents = [ids if ids[:1] == begin else begin + ids for ids in encode_corpus(lm, corpus)]
     if window is None:
         window = max(2, min(512, lm.config.context_length, max(map(len, documents))))
     stride = window if stride is None else stride
@@ -129,6 +128,11 @@ def encode_corpus(lm: "LM", corpus: Corpus) -> list[list[int]]:
         d if isinstance(d, list) else tokenizer.encode(d) if tokenizer is not None else []
         for d in corpus
     ]
+
+
+def adds_bos(lm: "LM") -> bool:
+    """Return whether the tokenizer begins texts with a begin-of-text token."""
+    return lm.tokenizer is not None and lm.tokenizer.adds_bos
 
 
 def bos_id(lm: "LM") -> int:

@@ -69,7 +69,7 @@ def perplexity(
         second-half: the second half of each window (llama-perplexity); rolling: all, the last
         window overlaps (lm-evaluation-harness).
       bos: Begin-of-text token: first (once, before a text), each (it also replaces every window's
-        first token), none; auto: none if the tokenizer adds none, each for second-half, else first.
+        first token), none; auto: none if the tokenizer adds none, first for rolling, else each.
       limit: Maximum number of windows.
       compare: Other model, compared with MODEL as the reference [default: MODEL].
       other_dtype: Dtype of the other model [default: --dtype].

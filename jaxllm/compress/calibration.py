@@ -5,14 +5,14 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
-from jaxllm.data.chunking import ChunkSpec, EncodedPieces, chunk_rows
+from jaxllm.data.chunking import ChunkSpec, EncodedPieces, Pieces, chunk_rows
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.options import make_sampler
@@ -84,19 +84,26 @@ def from_texts(
         content = SEPARATOR.join(texts).encode()
     except UnicodeEncodeError as error:
         raise TokenError(f"calibration text has a lone surrogate ({error.reason})") from None
-    if spec.bos and tokenizer.bos_id is None:
+    bos = tokenizer.adds_bos if spec.bos is None else spec.bos
+    if bos and tokenizer.bos_id is None:
         raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")
-    begin = [tokenizer.bos_id] if spec.bos else []
-    text_NT = chunk_rows(EncodedPieces(content, tokenizer, spec), spec.width - len(begin), spec)
-    begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
+    begin = [tokenizer.bos_id] if bos else []
+    token_NT = chunk_rows_after(begin, EncodedPieces(content, tokenizer, spec), spec)
     source = {
         "kind": "texts",
         "documents": len(texts),
         "bytes": len(content),
         "seed": spec.seed,
-        "bos": spec.bos,
+        "bos": bos,
     }
-    return Calibration(np.concatenate([begin_NB, text_NT], axis=1), source)
+    return Calibration(token_NT, source)
+
+
+def chunk_rows_after(begin: Sequence[int | None], pieces: Pieces, spec: ChunkSpec) -> np.ndarray:
+    """Cut rows that each begin with the tokens `begin`. Raises TokenError as `chunk_rows` does."""
+    text_NT = chunk_rows(pieces, spec.width - len(begin), spec)
+    begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
+    return np.concatenate([begin_NB, text_NT], axis=1)
 
 
 def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
@@ -121,7 +128,7 @@ def from_samples(
     rows: int,
     width: int,
     seed: int,
-    bos: bool = False,
+    bos: bool = True,
     batch: int = 8,
     show_progress: bool | None = None,
     **sampling: Any,
@@ -135,7 +142,8 @@ def from_samples(
         rows: N, the number of rows.
         width: T, the number of tokens in a row.
         seed: Random seed.
-        bos: Whether rows include the begin-of-text token.
+        bos: Whether rows include the begin-of-text token, as the model's texts do if its tokenizer
+            adds one.
         batch: Rows at a time; it changes the result only through the rounding of sums.
         sampling: Options of `make_sampler` (temperature, top_k, ...); by default tokens are drawn
             from the model's own distribution.

@@ -269,6 +269,11 @@ class ModelConfig:
         return 1 << 24  # rotary angles: float32 represents all integers only up to here
 
     @property
+    def norm_weight_offset(self) -> float:
+        """Offset added to norm weights."""
+        return 0.0
+
+    @property
     def embedding_scale(self) -> float:
         """Factor on embeddings."""
         return 1.0

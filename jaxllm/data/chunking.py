@@ -32,7 +32,7 @@ class ChunkSpec:
     width: T, tokens per row. rows: N; None for as many as fit, which requires seed=None. seed: None
     for consecutive rows from the beginning, dropping the remainder; a number for N rows that each
     begin at a random token (as GPTQ draws them). bos: whether each row is the begin-of-text token
-    and T - 1 tokens of text.
+    and T - 1 tokens of text; None: if the tokenizer adds it to texts.
 
     Raises ConfigError for rows or tokens below one, or a seed without a number of rows.
     """
@@ -40,10 +40,10 @@ class ChunkSpec:
     width: int
     rows: int | None = None
     seed: int | None = None
-    bos: bool = False
+    bos: bool | None = None
 
     def __post_init__(self) -> None:
-        check_int("width", self.width, 1 + self.bos, None, ConfigError)
+        check_int("width", self.width, 1 + bool(self.bos), None, ConfigError)
         if self.rows is not None:
             check_int("rows", self.rows, 1, None, ConfigError)
         if self.seed is not None:

@@ -141,11 +141,6 @@ class DecoderConfig(ModelConfig):
         return None
 
     @property
-    def norm_weight_offset(self) -> float:
-        """Offset added to norm weights."""
-        return 0.0
-
-    @property
     def residual_scale(self) -> float:
         """Factor on each sublayer's output before it is added to the stream."""
         return 1.0

@@ -32,7 +32,7 @@ from jaxllm.train.partition import ALL_PARAMS, Rules
 from jaxllm.train.step import Constraint, OptimizerConfig, Setup
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
-from jaxllm.weights.precision import cast
+from jaxllm.weights.precision import cast_arrays, match_precision
 from jaxllm.weights.types.lora import LoraWeight
 
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -83,19 +83,22 @@ def full_finetune(
 
     Args:
       lm: in float32, since the master weights start as its parameters.
-      dtype: of computation and of the result.
+      dtype: of computation and of the result; sparse and low-rank weights keep their format.
     """
     dtype = check_dtype("dtype", dtype)
     precision = dataclasses.replace(lm.model.precision, quantize=None).with_dtype(dtype)
     ran = dataclasses.replace(lm, model=lm.model.clone(precision=precision))
 
     def finish(params: Params, directory: Path) -> None:
-        dataclasses.replace(ran, params=params).save(directory)
+        model = ran.model
+        if not model.is_sharded:  # a sharded model's `save` finds the formats
+            model = model.clone(precision=match_precision(params, precision))
+        dataclasses.replace(ran, model=model, params=params).save(directory)
 
     return TrainJob(
         lm=ran,
         params=lm.params,
-        compute_params=None if dtype == "float32" else cast(lm.params, precision),
+        compute_params=None if dtype == "float32" else cast_arrays(lm.params, precision),
         objective=objective or NextToken(),
         rules=rules,
         constraint=constraint,

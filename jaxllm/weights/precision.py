@@ -190,6 +190,15 @@ def cast(params: Params, precision: Precision) -> Params:
     return map_leaves(precision.cast, params)
 
 
+def cast_arrays(params: Params, precision: Precision) -> Params:
+    """Convert every array to the dtype that `precision` gives it; other formats stay."""
+
+    def change(path: str, leaf: Weight) -> Weight:
+        return precision.cast(path, leaf) if weight_format(leaf) in DTYPES else leaf
+
+    return map_leaves(change, params)
+
+
 def _check_fields(instance: Any) -> None:
     if complaints := field_errors(instance):
         raise ConfigError(f"precision: {'; '.join(complaints)}")

@@ -49,8 +49,8 @@ RECIPES: dict[str, list[list[str]]] = {
         ["quantize: awq int4-g64"],
         ["quantize: awq int4-g64-zp"],
         [r"quantize: rtn int4-g64 on=(layers|h)\..* clip=true"],
+        ["quantize: gptq int4-g64 act_order=false"],
         ["quantize: gptq int4-g64"],
-        ["quantize: gptq int4-g64 act_order=true"],
     ],
     "3 bits": [
         [r"quantize: rtn int3-g64 on=(layers|h)\..*"],
@@ -58,8 +58,8 @@ RECIPES: dict[str, list[list[str]]] = {
         ["quantize: awq int3-g64"],
         ["quantize: awq int3-g64-zp"],
         [r"quantize: rtn int3-g64 on=(layers|h)\..* clip=true"],
+        ["quantize: gptq int3-g64 act_order=false"],
         ["quantize: gptq int3-g64"],
-        ["quantize: gptq int3-g64 act_order=true"],
     ],
     "W8A8": [
         [INT8, "activations: dynamic"],
@@ -132,7 +132,9 @@ def make_data(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
     else:
         bos = lm.generation.get("bos_token_id", 1)
         samples = [
-            from_samples(lm.model, lm.params, bos_id=bos, rows=n, width=width, seed=n).token_NT
+            from_samples(
+                lm.model, lm.params, bos_id=bos, rows=n, width=width, seed=n, bos=False
+            ).token_NT
             for n in (ROWS, 40)
         ]
         rows, rest = samples[0], samples[1].tolist()

@@ -71,7 +71,7 @@ def train_params(lm: jaxllm.LM, params: Params, data: Dataset, steps: int, rate:
 def quantize_with_gptq(lm: jaxllm.LM, name: str, data: Dataset) -> Params:
     """Quantize with GPTQ, calibrated on the first rows of the training data."""
     batches = [np.asarray(data.batch(n).token_BT) for n in range(CALIBRATED // ROWS)]
-    recipe = parse_lines([f"quantize: gptq {name} act_order=true"], STEPS)
+    recipe = parse_lines([f"quantize: gptq {name}"], STEPS)
     made, calibration = initial_state(lm), from_tokens(np.concatenate(batches))
     for stage in run_steps(lm, recipe, calibration, TensorStore(), show_progress=False, log=log):
         made = stage.state or made

@@ -1,5 +1,6 @@
 """Calibration rows are chunks of the tokenized text, as in the papers' code."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ SENTENCE = "Once upon a time there lived a quiet girl in a small cottage by the 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(DEMO)
+    """The demo's tokenizer, which adds no begin-of-text token here."""
+    return dataclasses.replace(Tokenizer.from_directory(DEMO), adds_bos=False)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def find_row(row: np.ndarray, text: list[int]) -> list[int]:
 
 def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
     """Rows are consecutive pieces of the tokenized text; with bos each one starts with the
-    begin-of-text token.
+    begin-of-text token, and by default if the tokenizer adds it to texts.
     """
     texts = [story(4), story(3, seed=1)]
     ids = tokenizer.encode("\n\n".join(texts))
@@ -65,8 +67,12 @@ def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
         ids[:16],
         ids[16:32],
     ]
-    with_bos = from_texts(texts, tokenizer, ChunkSpec(width=16, rows=2, bos=True)).token_NT
-    assert with_bos.tolist() == [[tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)]
+    adding = dataclasses.replace(tokenizer, adds_bos=True)
+    for encoder, bos in ((tokenizer, True), (adding, None)):
+        made = from_texts(texts, encoder, ChunkSpec(width=16, rows=2, bos=bos))
+        assert made.token_NT.tolist() == [
+            [tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)
+        ]
 
 
 def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
@@ -104,7 +110,7 @@ def test_long_text_is_encoded_in_pieces(
     use_small_pieces(monkeypatch)
 
     class Counting:
-        bos_id = None
+        bos_id, adds_bos = None, False
 
         def encode(self, piece: str) -> list[int]:
             encoded.append(piece)
@@ -132,7 +138,7 @@ def test_pieces_end_at_lines_words_or_characters(monkeypatch: pytest.MonkeyPatch
     """
 
     class Bytes:
-        bos_id = None
+        bos_id, adds_bos = None, False
 
         def encode(self, piece: str) -> list[int]:
             return list(piece.encode())
@@ -190,13 +196,13 @@ def test_samples_come_from_model_distribution(lm: jaxllm.LM) -> None:
     bos = lm.tokenizer.bos_id if lm.tokenizer else None
     assert bos is not None
     common: dict[str, Any] = {"bos_id": bos, "rows": 3, "seed": 4, "show_progress": False}
-    made = from_samples(lm.model, lm.params, width=9, batch=2, **common)
-    kept = from_samples(lm.model, lm.params, width=10, batch=2, bos=True, **common)
+    made = from_samples(lm.model, lm.params, width=9, batch=2, bos=False, **common)
+    kept = from_samples(lm.model, lm.params, width=10, batch=2, **common)
     assert made.token_NT.shape == (3, 9)
     np.testing.assert_array_equal(kept.token_NT[:, 1:], made.token_NT)
     assert (kept.token_NT[:, 0] == bos).all()
     assert len({tuple(row) for row in made.token_NT.tolist()}) == 3
-    greedy = from_samples(lm.model, lm.params, width=10, batch=2, bos=True, **common, top_k=1)
+    greedy = from_samples(lm.model, lm.params, width=10, batch=2, **common, top_k=1)
     assert json.loads(json.dumps(greedy.to_dict()))["top_k"] == 1
     each = np.concatenate([kept.token_NT, greedy.token_NT[:1]])
     logits_NTV = jaxllm.forward(lm.model, lm.params, None, each[:, :-1]).logits

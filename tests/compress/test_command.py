@@ -215,19 +215,23 @@ def test_calibration_excludes_evaluation_text(text: Path, tmp_path: Path) -> Non
     assert made.token_NT.shape == (4, 8)
     assert lm.tokenizer is not None
     seen = np.array(lm.tokenizer.encode(head))
-    windows = np.lib.stride_tricks.sliding_window_view(seen, 8)
-    assert all((windows == row).all(axis=1).any() for row in made.token_NT)
+    assert (made.token_NT[:, 0] == lm.tokenizer.bos_id).all()
+    windows = np.lib.stride_tricks.sliding_window_view(seen, 7)
+    assert all((windows == row).all(axis=1).any() for row in made.token_NT[:, 1:])
     assert made.source["file"] == "story.txt"
 
 
 def test_token_documents_are_split_by_tokens(tmp_path: Path) -> None:
+    """Rows of token documents begin with the begin-of-text token, once."""
     file = tmp_path / "ids.jsonl"
     file.write_text('{"tokens": [1, 2, 3, 4, 5, 6]}\n{"tokens": [7, 8, 9, 10]}\n')
     source = CalibrationSource(("--documents", file), None, 2, 9, 0)
     head, tail = read_source(source, None)
     assert (head, tail) == ([*range(1, 10)], [10])
     made = calibrate(jaxllm.load("demo:llama"), source, head)
-    assert made.token_NT.tolist() == [[*range(1, 10)]] * 2
+    assert made.token_NT.tolist() == [[*range(1, 10)]] * 2  # 1 begins the document already
+    made = calibrate(jaxllm.load("demo:llama"), source._replace(rows=8, length=3), head)
+    assert {(row[0], row[2] - row[1]) for row in made.token_NT.tolist()} == {(1, 1)}
     file.write_text('{"tokens": [1]}\n')
     with pytest.raises(TokenError, match="too short to split"):
         read_source(source, None)
@@ -252,8 +256,9 @@ def test_samples_are_evaluated_on_other_samples(run: Run, tmp_path: Path) -> Non
     assert lm.tokenizer is not None
     # Recomputed on rows of another seed, none of which the step has used.
     other = sample_eval_rows(lm, CalibrationSource(None, 3, 128, 8, 0), 40)
-    assert not any((rows[:, :-1] == row).all(axis=1).any() for row in other)
-    ids = np.array([[lm.tokenizer.bos_id, *row] for row in other], np.int32)
+    assert not any((rows == row).all(axis=1).any() for row in other)
+    ids = np.array(other, np.int32)
+    assert (rows[:, 0] == lm.tokenizer.bos_id).all() and (ids[:, 0] == lm.tokenizer.bos_id).all()
     logits = np.asarray(jaxllm.forward(lm.model, lm.params, None, ids).logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     likely = np.take_along_axis(log_p[:, :-1], ids[:, 1:, None], -1)

@@ -190,7 +190,7 @@ def test_expert_pruning_reaches_requested_sparsity(mixed: LM, line: str) -> None
 
 
 def test_act_order_without_static_groups_refuses_experts(lm: LM) -> None:
-    recipe = parse_lines(["quantize: gptq int4 act_order=true static_groups=false"], STEPS)
+    recipe = parse_lines(["quantize: gptq int4 static_groups=false"], STEPS)
     with pytest.raises(ConfigError, match="belongs to experts: act_order requires static_groups"):
         check_recipe(recipe, lm.config, has_calibration=True)
 

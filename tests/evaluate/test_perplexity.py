@@ -1,9 +1,11 @@
 """Perplexity and its standard error for each protocol, journals, and the command."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import scipy.stats
 import torch
 
+from jaxllm.cli.eval_data import make_loader
 from jaxllm.errors import CapacityError, CheckpointError, NonFiniteError, TokenError
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.evaluate.likelihood.perplexity import Perplexity, perplexity, token_logprobs
@@ -39,16 +42,20 @@ def trained(request: pytest.FixtureRequest, data: Find) -> tuple[Twin, list[int]
     return load_twin(directory), ids
 
 
-def sliding_window_loss(twin: Twin, ids: list[int], window: int, stride: int) -> tuple[float, int]:
+def sliding_window_loss(
+    twin: Twin, ids: list[int], window: int, stride: int, bos: int | None = None
+) -> tuple[float, int]:
     """Return the mean loss and token count as Hugging Face's perplexity guide computes them.
 
     Tokens that are not new get label -100. The guide weights a window by its label count minus 1;
-    here the weight is the number of labels left after the shift.
+    here the weight is the number of labels left after the shift. bos: replaces the first token of
+    each window.
     """
     total, count, seen = 0.0, 0, 0
     for start in range(0, len(ids), stride):
         end = min(start + window, len(ids))
         tokens = torch.tensor([ids[start:end]])
+        tokens[0, 0] = ids[start] if bos is None else bos
         labels = tokens.clone()
         labels[:, : seen - end] = -100
         scored = int((labels[:, 1:] != -100).sum())
@@ -266,6 +273,29 @@ def test_perplexity_refuses_invalid_inputs(trained: tuple[Twin, list[int]]) -> N
         perplexity(twin.model, broken, loader([ids], window=WINDOW, batch=3))
 
 
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_windows_begin_as_tokenizer_begins_texts(data: Find, adds_bos: bool) -> None:
+    """Every window begins with the begin-of-text token if the tokenizer adds it, as in
+    llama-perplexity; rolling windows, as in lm-evaluation-harness, have it before the text only.
+    """
+    tokenizer = Tokenizer.from_directory(data("stories260K"))
+    config = SimpleNamespace(vocab_size=512, context_length=16)
+    lm: Any = SimpleNamespace(
+        tokenizer=dataclasses.replace(tokenizer, adds_bos=adds_bos), config=config, path="tiny"
+    )
+    corpus = ["Once upon a time there was a quiet girl who lived in a small cottage. " * 2]
+    ids, bos = tokenizer.encode(corpus[0]), tokenizer.bos_id
+    for protocol, each in (("strided", True), ("second-half", True), ("rolling", False)):
+        made, facts = make_loader(lm, corpus, window=None, protocol=protocol)
+        begins = [int(row[0]) for batch in made.batches() for row in batch.token_BT if row.any()]
+        assert len(begins) > 2
+        assert begins[0] == (bos if adds_bos else ids[0])
+        assert all((one == bos) == (adds_bos and each) for one in begins[1:])
+        assert facts["bos"] == ("none" if not adds_bos else "each" if each else "first")
+    again, _ = make_loader(lm, [[bos, *ids]], window=None)  # ids that begin with it already
+    assert again.documents[0].tolist() == [bos, *ids]
+
+
 def test_perplexity_command_equals_transformers(run: Run, data: Find, tmp_path: Path) -> None:
     """`perplexity` equals transformers for --text and --documents; with --separate the NLL is
     averaged over all documents' tokens.
@@ -278,13 +308,13 @@ def test_perplexity_command_equals_transformers(run: Run, data: Find, tmp_path: 
     report = json.loads(out)
     twin = load_twin(directory)
     ids = Tokenizer.from_directory(directory).encode(text, bos=True)
-    nll, count = sliding_window_loss(twin, ids, 48, 30)
+    nll, count = sliding_window_loss(twin, ids, 48, 30, bos=ids[0])
     assert report["perplexity"] == pytest.approx(np.exp(nll), rel=1e-4)
     assert report["tokens"] == count
-    assert (report["window"], report["stride"], report["bos"]) == (48, 30, "first")
+    assert (report["window"], report["stride"], report["bos"]) == (48, 30, "each")
     _, shown, _ = run(*common, "--text", "-", stdin=text)
     assert f"{report['perplexity']:.5f} +/- {report['perplexity_error']:.5f}" in shown
-    assert "windows of 48, stride 30, strided; begin of text: first" in shown
+    assert "windows of 48, stride 30, strided; begin of text: each" in shown
 
     first, second = text[:300], text[300:]
     file = tmp_path / "documents.jsonl"

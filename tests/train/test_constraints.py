@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ import numpy as np
 import optax
 import pytest
 
+import jaxllm
 from jaxllm.compress.methods.magnitude import prune_magnitude
 from jaxllm.errors import ConfigError
+from jaxllm.lm import LM
+from jaxllm.train import jobs
 from jaxllm.train.constraints import KeepZeros, PruneGradually, keep_zeros, prune_gradually
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
@@ -19,6 +23,7 @@ from jaxllm.train.objective import LossOutput, NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.linear import linear
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -142,6 +147,39 @@ def test_sparse_linear_gradient_equals_dense(pattern: str, dtype: str) -> None:
     found = leaf.replace(values=gradient).to_dense("float32")
     expected_weight = np.where(np.asarray(dense, np.float32) == 0, 0, expected)
     np.testing.assert_allclose(found, expected_weight, atol=1e-5 if dtype == "float32" else 0.06)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_weights_are_saved_in_their_formats(dtype: str, tmp_path: Path) -> None:
+    """Sparse, low-rank and frozen integer weights keep their formats in training and in the
+    result; arrays are in the requested dtype.
+    """
+    model, params = random_model("llama", num_hidden_layers=1)
+
+    def prune(path: str, leaf: Any) -> jax.Array:
+        kept = jnp.arange(leaf.shape[-1]) % 4 < 2
+        return jnp.where(kept[None], leaf, 0.0) if ".mlp." in path else leaf
+
+    formats = {
+        "mlp.gate_proj": "float32-2:4", "mlp.up_proj": "float32-bitmap",
+        "self_attn.q_proj": "rank3/float32", "self_attn.o_proj": "int8",
+    }  # fmt: skip
+    formats_of = [(f".*{name}.*", to) for name, to in formats.items()]
+    mixed = quantize(map_leaves(prune, params), [*formats_of, (".*", None)])
+    lm = LM(model.config, model, mixed, None, {}, tmp_path)
+    rules = ((".*o_proj.*", False), (".*", True))
+    job = jobs.full_finetune(lm, dtype, rules=rules)
+    trained, rest = partition(job.params, rules, job.compute_params)
+    moved = {path: x * 1.5 for path, x in trained.items()}  # zeros stay zero
+    job.finish(combine(moved, rest), tmp_path / "out")
+    again = jaxllm.load(tmp_path / "out")
+    for (path, leaf), (_, before) in zip(flatten(again.params), flatten(mixed), strict=True):
+        name = path.removeprefix("layers.0.").removesuffix(".weight")
+        assert weight_format(leaf) == formats.get(name, dtype), path
+        changed = not np.array_equal(to_dense(leaf, "float32"), to_dense(before, "float32"))
+        assert changed == (name != "self_attn.o_proj"), path
+        if name.startswith("mlp") and name in formats:
+            np.testing.assert_array_equal(leaf.mask, before.mask)
 
 
 def test_partition_refuses_trainable_sparse_integers() -> None:

@@ -107,6 +107,25 @@ def test_dataset_splits_long_text_over_rows() -> None:
     assert data.facts["cut"] == 0
 
 
+def test_rows_of_long_texts_begin_with_bos() -> None:
+    """A text that begins with the begin-of-text token does so in all of its rows and in its
+    held-out end; it replaces a token that the row before it has learned. Others have none.
+    """
+    texts = from_ids([[1, *range(100, 110)], [*range(200, 206)]], bos=1)
+    data = Dataset(texts, width=4, pack=False)
+    read_rows = sorted(ids for n in range(len(data)) for ids in read_back(data.batch(n)))
+    assert read_rows == [
+        [1, 100, 101, 102, 103], [1, 104, 105, 106, 107], [1, 108, 109], [200, 201, 202, 203, 204],
+        [204, 205],
+    ]  # fmt: skip
+    assert data.tokens == 10 + 5
+    one = from_ids([[1, *range(100, 119)]], bos=1)
+    assert [read(part) for part in split_examples(one, 0.2)] == [
+        [[1, *range(100, 115)]],
+        [[1, 116, 117, 118]],
+    ]
+
+
 def test_long_left_truncates_prompt_and_keeps_bos() -> None:
     examples = from_examples(
         [prompted(9, 2, first=20), prompted(3, 9, first=40)], long="left", bos=1

@@ -46,6 +46,7 @@ class AwqOptions(RuleOptions, frozen=True):
 def awq(context: StepContext[AwqOptions]) -> ModelState:
     """Quantize to integers, with channels scaled so that important ones lose less."""
     to, options = parse_integer_format(context.argument), context.options
+    norm_offset = context.state.config.norm_weight_offset
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
@@ -53,7 +54,7 @@ def awq(context: StepContext[AwqOptions]) -> ModelState:
             stats = layer.input_stats(params, site)
             if len(chosen) == len(site.linears) and can_fold(params, site):
                 best_I = search_scale(layer, params, site, stats, to)
-                params, scale_I = fold_scale(params, site, best_I)
+                params, scale_I = fold_scale(params, site, best_I, norm_offset)
                 stats = stats.scale(1 / scale_I)
             for linear in chosen:
                 weight = to_dense(get_module(params, linear)["weight"])

@@ -31,7 +31,7 @@ class GptqOptions(RuleOptions, frozen=True):
     still adjacent columns. damping: added to H's diagonal, as a fraction of its mean.
     """
 
-    act_order: bool = False
+    act_order: bool = True
     static_groups: bool = True
     damping: Fraction = 0.01
 

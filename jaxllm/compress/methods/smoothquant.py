@@ -22,6 +22,7 @@ class SmoothQuantOptions(RuleOptions, frozen=True):
 
 def smoothquant(context: StepContext[SmoothQuantOptions]) -> ModelState:
     """Scale channels so that activations are easier to quantize; the outputs stay the same."""
+    norm_offset = context.state.config.norm_weight_offset
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
@@ -31,7 +32,7 @@ def smoothquant(context: StepContext[SmoothQuantOptions]) -> ModelState:
                 stats = layer.input_stats(params, site)
                 weights = [get_module(params, linear)["weight"] for linear in chosen]
                 scale_I = smoothquant_scale(weights, stats, context.options.alpha)
-                params, _ = fold_scale(params, site, scale_I)
+                params, _ = fold_scale(params, site, scale_I, norm_offset)
         return params
 
     return run_layerwise(context, "SmoothQuant", change)

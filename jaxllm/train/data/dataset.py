@@ -196,7 +196,8 @@ def _shorten(examples: Examples, number: int, width: int) -> list[tuple[int, int
     """Return the pieces of an example that is longer than a row."""
     start, end = examples.begin_E[number : number + 2].tolist()
     if examples.long == "split":  # a piece's last token, only a label there, starts the next piece
-        return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
+        head = examples.leading_bos(start)
+        return [(at, min(at + width + 1, end), head) for at in range(start, end - 1, width)]
     if examples.long == "right":
         return [(start, start + width + 1, -1)]
     counts_L = examples[number].loss_mask_T

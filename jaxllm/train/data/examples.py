@@ -14,7 +14,8 @@ from jaxllm.train.data.rows import Example
 _MAX_ID = (1 << 31) - 1
 
 # What to do with an example that is longer than a row:
-#   split: continue it in further rows, which do not attend to the earlier ones.
+#   split: continue it in further rows, which do not attend to the earlier ones. If it begins with
+#     the begin-of-text token, that also replaces the first token of those rows.
 #   left: drop the beginning of the prompt, except the begin-of-text token; if that is not enough,
 #     also the end of the completion.
 #   right: drop its end.
@@ -43,6 +44,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.begin_E) - 1
+
+    def leading_bos(self, begin: int) -> int:
+        """Return the begin-of-text token if it is at an example's beginning, else -1."""
+        is_there = self.bos is not None and self.token_N[begin : begin + 1].tolist() == [self.bos]
+        return int(self.token_N[begin]) if is_there else -1
 
     def __getitem__(self, number: int) -> Example:
         place = slice(*self.begin_E[number : number + 2])
@@ -166,7 +172,12 @@ def split_examples(examples: Examples, fraction: float, seed: int = 0) -> tuple[
         end = size - max(2, round(fraction * size))
         if end < 2:
             raise TokenError(f"{size} tokens are too few to hold some out: give validation data")
-        return _slice_tokens(examples, 0, end), _slice_tokens(examples, end, size)
+        end_part = _slice_tokens(examples, end, size)
+        if (bos := examples.leading_bos(0)) >= 0:  # in place of a token that is not learned
+            token_N = end_part.token_N.copy()
+            token_N[0] = bos
+            end_part = dataclasses.replace(end_part, token_N=token_N)
+        return _slice_tokens(examples, 0, end), end_part
     held = np.zeros(count, bool)
     chosen = np.random.default_rng(seed).permutation(count)
     held[chosen[: min(count - 1, max(1, round(fraction * count)))]] = True

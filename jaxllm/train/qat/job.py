@@ -20,7 +20,7 @@ from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams
 from jaxllm.weights.formats import Weight, parse_format, weight_format
 from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
-from jaxllm.weights.precision import cast, freeze_rules, match_precision
+from jaxllm.weights.precision import cast_arrays, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules, find_format
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
@@ -81,7 +81,7 @@ def qat(
     return TrainJob(
         lm=dataclasses.replace(lm, model=lm.model.clone(precision=precision)),
         params=prepare_params(start),
-        compute_params=None if dtype == "float32" else prepare_params(cast(start, floats)),
+        compute_params=None if dtype == "float32" else prepare_params(cast_arrays(start, floats)),
         objective=objective or NextToken(),
         finish=finish,
     )
