@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxllm.errors import (
     CapacityError,
     ClosedError,
@@ -28,6 +30,7 @@ from jaxllm.errors import (
     TokenError,
 )
 from jaxllm.generation.prompts import token_list
+from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
@@ -441,6 +444,7 @@ class ModelProcess:
         return found + [b""] * (self.lm.config.vocab_size - len(found))
 
     def _decode(self, tokens: list[int]) -> str:
+        check_token_ids(np.array(tokens, object), self.lm.config.vocab_size, "tokens: ")
         return self.lm.decode(tokens)
 
     def _tokenize(self, frame: Frame) -> Frame:
