@@ -140,7 +140,7 @@ class GenerationRoutes:
         async def follow(index: int, fields: Frame) -> None:
             clock = self._backend.metrics.follow()
             try:
-                if not fields["options"].get("max_new_tokens", 1):  # the prompt alone
+                if fields["options"].get("max_new_tokens") == 0:  # the prompt alone
                     tokens = (await self._backend.call("tokenize", **_as_text(fields)))["tokens"]
                     queue.put_nowait((index, _no_tokens(len(tokens))))
                     return

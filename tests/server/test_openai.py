@@ -343,7 +343,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("/v1/embeddings", {"input": "x", "dimensions": 3}, 400, "dimensions"),
         ("/rerank", {"query": "x", "documents": []}, 400, "documents must be"),
         ("/tokenize", {"text": "x"}, 400, "prompt (or content)"),
-        ("/detokenize", {"tokens": [99999]}, 400, "not in the vocabulary"),
+        ("/detokenize", {"tokens": [99999]}, 400, "outside the vocabulary"),
         ("/v1/nothing", {}, 404, "/v1/nothing"),
         ("/health", {}, 405, "Method Not Allowed"),
     ],
