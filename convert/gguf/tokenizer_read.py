@@ -5,6 +5,7 @@ pieces, merges and the name of a pre-tokenizer (`pre`). Both are converted to th
 tokenizer.json, so all other code handles them like any tokenizer.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxllm.text.formats import ROLES, TokenizerTree
 from jaxllm.text.sentencepiece_model import build_tree, make_added_token
 from jaxllm.text.tokenizer_limits import check_tree
 
+TEMPLATE_KEY = "tokenizer.chat_template"
 NO_TOKENIZER = ("no_vocab", "none")  # files without a tokenizer
 ID_KEYS = {
     "bos": "bos_token_id",
@@ -68,26 +70,33 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     return TokenizerTree(tree, named, says is True and "bos" in named, end)
 
 
-def find_template(settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template's source, or None."""
-    template = settings.get("tokenizer.chat_template")
-    return template if isinstance(template, str) else None
+def find_templates(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name; the one without a name in the file is "default"."""
+    found = {"default": settings.get(TEMPLATE_KEY)}
+    found |= {
+        name: template
+        for key, template in settings.items()
+        if re.fullmatch(r"\w+", name := key.removeprefix(f"{TEMPLATE_KEY}."))
+    }
+    return {name: template for name, template in found.items() if isinstance(template, str)}
 
 
 def read_template(
     settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
 ) -> ChatTemplate:
-    """Return the chat template; if a file has several, the unnamed one.
+    """Return the chat template, with the one named "tool_use".
 
     Raises TemplateError if there is none or it is malformed.
     """
-    template = find_template(settings)
-    if template is None:
+    templates = find_templates(settings)
+    if "default" not in templates:
         raise TemplateError(
             f"{path} has no tokenizer.chat_template. Pass a template (jaxllm chat --chat-template"
             " FILE), or generate from plain text (jaxllm generate)"
         )
-    return ChatTemplate(template, special_tokens(roles))
+    return ChatTemplate(
+        templates["default"], special_tokens(roles), tool_use=templates.get("tool_use")
+    )
 
 
 def special_tokens(roles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
