@@ -196,12 +196,10 @@ def open_tokenizer_files(path: Path) -> Iterator[list[Path]]:
     from jaxllm.convert.gguf import reader, tokenizer_read
 
     settings = reader.read_parts(path)[0].settings
-    tree, template = (
-        tokenizer_read.read_tokenizer(settings, path),
-        tokenizer_read.find_template(settings),
-    )
+    tree = tokenizer_read.read_tokenizer(settings, path)
+    templates = tokenizer_read.find_templates(settings)
     with tempfile.TemporaryDirectory() as scratch:
-        yield [] if tree is None else write_tokenizer(tree, template, Path(scratch))
+        yield [] if tree is None else write_tokenizer(tree, templates, Path(scratch))
 
 
 def open_checkpoint(path: str | Path, *, strict: bool = False) -> Checkpoint:

@@ -5,6 +5,7 @@ pieces, merges and the name of a pre-tokenizer (`pre`). Both are converted to th
 tokenizer.json, so all other code handles them like any tokenizer.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxllm.text.sentencepiece_model import build_tree, make_added_token
 from jaxllm.text.tokenizer_limits import check_tree
 
 NO_TOKENIZER = (None, "no_vocab", "none")  # files without a tokenizer
+TEMPLATE_KEY = "tokenizer.chat_template"
 ID_KEYS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -105,26 +107,33 @@ def find_ends(settings: Mapping[str, Any]) -> list[Any]:
     return [index for index in dict.fromkeys(found) if index not in dropped]
 
 
-def find_template(settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template's source, or None."""
-    template = settings.get("tokenizer.chat_template")
-    return template if isinstance(template, str) else None
+def find_templates(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name; the one without a name in the file is "default"."""
+    found = {"default": settings.get(TEMPLATE_KEY)}
+    found |= {
+        name: template
+        for key, template in settings.items()
+        if re.fullmatch(r"\w+", name := key.removeprefix(f"{TEMPLATE_KEY}."))
+    }
+    return {name: template for name, template in found.items() if isinstance(template, str)}
 
 
 def read_template(
     settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
 ) -> ChatTemplate:
-    """Return the chat template; if a file has several, the unnamed one.
+    """Return the chat template, with the one named "tool_use".
 
     Raises TemplateError if there is none or it is malformed.
     """
-    template = find_template(settings)
-    if template is None:
+    templates = find_templates(settings)
+    if "default" not in templates:
         raise TemplateError(
             f"{path} has no tokenizer.chat_template. Pass a template (jaxllm chat --chat-template"
             " FILE), or generate from plain text (jaxllm generate)"
         )
-    return ChatTemplate(template, special_tokens(roles))
+    return ChatTemplate(
+        templates["default"], special_tokens(roles), tool_use=templates.get("tool_use")
+    )
 
 
 def special_tokens(roles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

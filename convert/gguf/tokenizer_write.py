@@ -6,13 +6,14 @@ give texts other ids.
 
 import collections
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxllm.convert.gguf.pre_tokenizers import GPT2_REGEX, PRE_TOKENIZERS
-from jaxllm.convert.gguf.tokenizer_read import ID_KEYS, find_ends
+from jaxllm.convert.gguf.tokenizer_read import ID_KEYS, TEMPLATE_KEY, find_ends
 from jaxllm.errors import ConfigError
 from jaxllm.text import sentencepiece_model
 from jaxllm.text.formats import TokenizerTree
@@ -23,7 +24,10 @@ _LOWEST_SCORE = -1e9  # the score of pieces that no merge produces
 
 
 def make_tokenizer_keys(
-    source: TokenizerTree, template: str | None, generation: Mapping[str, Any], vocab_size: int
+    source: TokenizerTree,
+    templates: Mapping[str, str],
+    generation: Mapping[str, Any],
+    vocab_size: int,
 ) -> dict[str, Any]:
     """Return keys with values. vocab_size: rows of the token table; missing tokens are padded.
 
@@ -70,7 +74,12 @@ def make_tokenizer_keys(
         "add_eos_token": source.end is not None and source.end == roles.get("eos"),
     }
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    return found if template is None else {**found, "tokenizer.chat_template": template}
+    named = {re.sub(r"\W", "_", name, flags=re.ASCII): text for name, text in templates.items()}
+    for name, text in named.items():
+        found[TEMPLATE_KEY if name == "default" else f"{TEMPLATE_KEY}.{name}"] = text
+    if others := sorted(named.keys() - {"default"}):
+        found["tokenizer.chat_templates"] = others
+    return found
 
 
 def _refusal(what: str) -> ConfigError:

@@ -60,14 +60,14 @@ def write_gguf(
     kind: str,
     *,
     tokenizer: TokenizerTree | None = None,
-    template: str | None = None,
+    templates: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Write a GGUF file that llama.cpp loads, atomically.
 
     Args:
         kind: A name of `KINDS`.
         tokenizer: The tokenizer to include.
-        template: The chat template to include.
+        templates: The chat templates to include, by name; the usual one is "default".
 
     Returns:
         Matrix counts by type, of types that replace those of `kind` because of short rows.
@@ -83,7 +83,9 @@ def write_gguf(
     architecture, row, keys, divisors = write_config(config)
     spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
     if tokenizer is not None:
-        spoken = make_tokenizer_keys(tokenizer, template, checkpoint.generation, config.vocab_size)
+        spoken = make_tokenizer_keys(
+            tokenizer, templates or {}, checkpoint.generation, config.vocab_size
+        )
         if dropped := dropped_settings(checkpoint.generation, spoken):
             warnings.warn(
                 f"{path}: GGUF has no place for these generation settings: {', '.join(dropped)}."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files import path_exists
-from jaxllm.text.formats import TOKENIZER_FILES
+from jaxllm.text.formats import ADDITIONAL_TEMPLATES, TOKENIZER_FILES
 
 DEMO_DIR = Path(__file__).parents[1] / "demo"
 MAX_ERROR_CHARS = 240  # characters of a network error to show
@@ -62,7 +62,7 @@ def _download(text: str) -> Path:
         if one:
             parts = _PART.sub(r"-*-of-\1.gguf", one["file"])
             return Path(snapshot_download(one["repo"], allow_patterns=[parts])) / one["file"]
-        wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES]
+        wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES, f"{ADDITIONAL_TEMPLATES}/*"]
         found = Path(snapshot_download(text, allow_patterns=wanted))
         if not any(found.glob("*.safetensors")):
             snapshot_download(text, allow_patterns=["flax_model*.msgpack"])

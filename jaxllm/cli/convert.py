@@ -128,7 +128,7 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     from jaxllm.convert.gguf.tensor_types import KINDS
     from jaxllm.convert.gguf.writer import check_absent, write_gguf
     from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files
-    from jaxllm.text.chat import template_source
+    from jaxllm.text.chat import read_templates
     from jaxllm.text.formats import find_tokenizer_format, read_tree
 
     check_absent(target)
@@ -138,8 +138,10 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
         folder = files[0].parent if files else None
         spoken = folder is not None and find_tokenizer_format(folder) is not None
         tokenizer = read_tree(folder) if folder is not None and spoken else None
-        template = template_source(folder) if folder is not None and spoken else None
-        replaced = write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
+        templates = read_templates(folder) if folder is not None and spoken else {}
+        replaced = write_gguf(
+            target, opened, kind.upper(), tokenizer=tokenizer, templates=templates
+        )
     log(
         f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
         f" {kind.upper()}"

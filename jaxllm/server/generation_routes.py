@@ -15,7 +15,6 @@ from jaxllm.server.model_client import ModelError
 from jaxllm.server.openai_requests import GenerationCall, read_chat, read_completion
 from jaxllm.server.openai_responses import Answer, Choice, usage
 from jaxllm.server.streams import EventStream, format_event, unless_gone
-from jaxllm.server.tools import find_style
 
 Frame = dict[str, Any]
 PING = b": ping\n\n"
@@ -41,9 +40,10 @@ class GenerationRoutes:
         answer = Answer(
             call.model or self._backend.settings.names[0], f"jaxllm-{__version__}", chat=chat
         )
-        style = find_style(self._backend.info()["chat_template"] or "")
+        info = self._backend.info()
         choices = [
-            Choice(i, chat=chat, logprobs=call.logprobs, forces_tool=call.forces_tool, style=style,
+            Choice(i, chat=chat, logprobs=call.logprobs, tools=call.tools,
+                   style=info["tool_style"], hidden=info["special_marks"],
                    shows_ids=call.shows_ids)
             for i in range(len(frames))
         ]  # fmt: skip

@@ -32,6 +32,7 @@ from jaxllm.errors import (
 from jaxllm.generation.prompts import token_list
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
+from jaxllm.server.tools import MARKS, find_style, tool_grammar
 
 if TYPE_CHECKING:
     from jaxllm.generation.background import BackgroundServer
@@ -207,6 +208,8 @@ class ModelProcess:
             "adapters": list(lm.adapters),
             "vocab_size": lm.config.vocab_size,
             "special_tokens": special,
+            "tool_style": self._tool_style,
+            "special_marks": list(self._marks),
             "chat_template": template.source if isinstance(template, ChatTemplate) else None,
             "model": repr(lm),
         }
@@ -275,9 +278,12 @@ class ModelProcess:
         """Prepare and queue a request; its chunks are sent from the thread that decodes."""
         number, shows_tokens = frame["id"], frame.get("logprobs") is not None
         cancelled = self._cancelled[number]
+        # A call is read with its marks, which the text leaves out where they are special tokens.
+        marks = {token: mark for mark, token in self._marks.items()} if frame.get("tools") else {}
 
         def send_chunk(chunk: "StreamChunk") -> None:
-            item: list[Any] = [chunk.text, chunk.token, chunk.finish_reason]
+            text = chunk.text + marks.get(chunk.token, "")
+            item: list[Any] = [text, chunk.token, chunk.finish_reason]
             if shows_tokens:
                 item += self._describe_logprobs(chunk)
             self._send({"id": number, "chunk": item})
@@ -355,7 +361,8 @@ class ModelProcess:
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):
-            options |= tool_options(frame["tools"], self._tool_style)
+            answer = options.get("json_schema")
+            options |= tool_grammar(frame["tools"], self._tool_style, self._marks, answer)
         if (steering := frame["extra"].get("steering")) is not None:
             options |= read_steering(steering, self._vectors)
         if frame.get("logprobs"):
@@ -373,9 +380,18 @@ class ModelProcess:
 
     @cached_property
     def _tool_style(self) -> str:
-        from jaxllm.server.tools import find_style
+        from jaxllm.text.chat import ChatTemplate
 
-        return find_style(getattr(self.lm.chat_template, "source", ""))
+        template = self.lm.chat_template
+        return find_style(template.select_source([]) if isinstance(template, ChatTemplate) else "")
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """The ids of the marks of calls and thoughts that are special tokens."""
+        tokenizer = self.lm.tokenizer
+        special = () if tokenizer is None else tokenizer.special_ids
+        names = {tokenizer.token(token): token for token in special} if tokenizer else {}
+        return {name: names[name] for name in MARKS if name in names}
 
     def _encode_prompt(self, prompt: Any, add_special: bool = True) -> list[int]:
         """Return the ids of a prompt, whose text may name special tokens, as other servers do."""
@@ -582,13 +598,6 @@ def describe_completion(completion: "Completion") -> Frame:
         "seed": completion.seed,
         "grammar_complete": completion.grammar_complete,
     }
-
-
-def tool_options(tools: Mapping[str, Any], style: str) -> dict[str, Any]:
-    """Return the grammar option under which a model calls tools; see `tools`."""
-    from jaxllm.server.tools import tool_grammar
-
-    return tool_grammar(tools["tools"], tools["choice"], style)
 
 
 def _encode_prefixes(lm: "LM", texts: Sequence[str]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from jaxllm.server.errors import invalid, unsupported
 Body = Mapping[str, Any]
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_ARGUMENTS = 1 << 20  # characters of a call that was cut off
 MAX_COMPLETION_LOGPROBS = 20
 MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
@@ -22,11 +23,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
 _REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web search",
             "functions": "functions (use tools)", "max_length": "max_length (use max_tokens)",
             "lora": "lora (the model's name chooses the adapter)",
-            "ebnf": "ebnf (use lark or gbnf)", "n_probs": "n_probs (use logprobs)", "allowed_token_ids": "allowed_token_ids (use a"
-            " grammar or logit_bias)", "use_beam_search": "use_beam_search (use num_beams offline)",
-            **{name: name for name in ("suffix", "prediction", "prompt_logprobs", "structural_tag",
-            "guided_whitespace_pattern", "thinking_token_budget", "samplers",
-            "include_stop_str_in_output")}}  # fmt: skip
+            "ebnf": "ebnf (use lark or gbnf)", "n_probs": "n_probs (use logprobs)",
+            "allowed_token_ids": "allowed_token_ids (use a grammar or logit_bias)",
+            **{name: name for name in ("suffix", "use_beam_search", "prediction", "samplers",
+            "prompt_logprobs", "structural_tag", "guided_whitespace_pattern",
+            "thinking_token_budget", "include_stop_str_in_output")}}  # fmt: skip
 _RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
            "frequency_penalty": (-10, 10)}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -47,7 +48,7 @@ class GenerationCall(NamedTuple):
         stream, include_usage: Whether to stream, and to end the stream with the usage.
         logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
         echo: Whether each choice begins with its prompt.
-        forces_tool: Whether the whole answer is a call of a tool; None without tools.
+        tools: What `tools.tool_grammar` takes; None without tools.
         shows_ids: Whether each choice has the ids of its tokens (vLLM's return_token_ids).
     """
 
@@ -57,7 +58,7 @@ class GenerationCall(NamedTuple):
     include_usage: bool
     logprobs: int | None
     echo: bool = False
-    forces_tool: bool | None = None
+    tools: dict[str, Any] | None = None
     shows_ids: bool = False
 
 
@@ -96,7 +97,7 @@ def read_chat(body: Body) -> GenerationCall:
         raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
     options = _read_options(body)
     options["max_new_tokens"] = _read_limit(body, None, 1)
-    tools, forces_tool = _read_tools(body)
+    tools = _read_tools(body)
     conversation = read_conversation(body)
     frame = {**conversation, "extra": _read_extra(body), "logprobs": logprobs, "tools": tools,
              **_read_flags(body)}  # fmt: skip
@@ -105,7 +106,7 @@ def read_chat(body: Body) -> GenerationCall:
         {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
     ]
     return GenerationCall(
-        read_model_name(body), frames, *_read_stream(body), logprobs, False, forces_tool,
+        read_model_name(body), frames, *_read_stream(body), logprobs, False, tools,
         _boolean(body, "return_token_ids"),
     )  # fmt: skip
 
@@ -170,7 +171,7 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise invalid(f"{where}.content must be a text or a list of parts", "messages")
     calls = message.get("tool_calls")
-    if content is None and not (role == "assistant" and calls):
+    if content is None and not (role == "assistant" and (calls or len(message) > 1)):
         raise invalid(f"{where}.content is missing", "messages")
     plain = {**message, "content": content}
     if calls is not None and not isinstance(calls, list):
@@ -181,33 +182,46 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
 
 
 def _read_part(part: Any, where: str) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if kind not in ("text", "refusal"):
         raise invalid(f"{where}: a part must be a text, got {kind!r:.40}", "messages")
-    if not isinstance(text := part.get("text"), str):
+    if not isinstance(text := part.get(kind), str):
         raise invalid(f"{where}: a part has no text", "messages")
     return text
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as templates take them."""
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
+    """Return a call whose arguments are an object, as templates take them.
+
+    Those of a call that a limit cut off are no JSON and stay a text.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise invalid(f"{where}: a tool call is malformed: {call!r:.60}", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
             arguments = parse_json(arguments, "arguments")
-        return {**call, "function": {**function, "arguments": arguments}}
-    except (TypeError, KeyError, JaxllmError):
-        raise invalid(f"{where}: a tool call is malformed: {call!r:.60}", "messages") from None
+        except JaxllmError:
+            if len(arguments) > MAX_ARGUMENTS or arguments.lstrip()[0] != "{":
+                raise invalid(f"{where}: the arguments of a tool call are not an object:"
+                              f" {arguments!r:.60}", "messages") from None  # fmt: skip
+            return {**call, "function": {**function, "arguments": arguments}}
+    if arguments in (None, "") or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # of a function without parameters
+    if not isinstance(arguments, Mapping):
+        raise invalid(f"{where}: the arguments of a tool call must be an object, got"
+                      f" {arguments!r:.60}", "messages")  # fmt: skip
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
-    """Return what `tools.tool_grammar` takes, and whether a call is forced; None without tools."""
+def _read_tools(body: Body) -> dict[str, Any] | None:
+    """Return what `tools.tool_grammar` takes; None without tools."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice requires tools", "tool_choice")
-        return None, None
+        return None
     if not isinstance(tools, list):
         raise invalid("tools must be a list", "tools")
     for tool in tools:
@@ -229,7 +243,8 @@ def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
         raise invalid(f"tool_choice is malformed: got {choice!r:.60}", "tool_choice") from None
     if choice not in (None, "auto", "required"):
         raise invalid(f"tool_choice is unknown: got {choice!r:.60}", "tool_choice")
-    return {"tools": tools, "choice": choice or "auto"}, choice == "required"
+    parallel = body.get("parallel_tool_calls") is None or _boolean(body, "parallel_tool_calls")
+    return {"tools": tools, "choice": choice or "auto", "parallel": parallel}
 
 
 def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
@@ -312,8 +327,8 @@ def _read_extra(body: Body) -> dict[str, Any]:
 _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop",
          "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
          "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "tools",
-         "tool_choice", "response_format", "structured_outputs", "stream", "stream_options", "user", "metadata",
-         "return_token_ids", "add_special_tokens"}  # fmt: skip
+         "tool_choice", "response_format", "structured_outputs", "stream", "stream_options",
+         "user", "metadata", "return_token_ids", "add_special_tokens"}  # fmt: skip
 
 
 def read_model_name(body: Body) -> str:

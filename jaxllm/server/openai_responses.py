@@ -78,9 +78,9 @@ def usage(ends: Iterable[Mapping[str, Any]], prompts: int) -> Json:
 class Choice:
     """One choice while it grows: text, log-probabilities, tool calls.
 
-    logprobs: the number of likeliest tokens to show, None for no log-probabilities. forces_tool:
-    see `GenerationCall`. style: of the chat template's tool calls. shows_ids: whether it has the
-    ids of its tokens.
+    logprobs: the number of likeliest tokens to show, None for no log-probabilities. tools:
+    see `GenerationCall`. style, hidden: as in `ToolText`. shows_ids: whether it has the ids of its
+    tokens.
     """
 
     def __init__(
@@ -89,12 +89,13 @@ class Choice:
         *,
         chat: bool,
         logprobs: int | None,
-        forces_tool: bool | None = None,
+        tools: Mapping[str, Any] | None = None,
         style: str = "",
+        hidden: Sequence[str] = (),
         shows_ids: bool = False,
     ) -> None:
         self.index, self._chat, self._logprobs = index, chat, logprobs
-        self._tools = None if forces_tool is None else ToolText(style, forced=forces_tool)
+        self._tools = None if tools is None else ToolText(tools, style, hidden)
         self._text = ""
         self._calls: list[Json] = []
         self._finish: str | None = None
@@ -235,8 +236,8 @@ def _text_offsets(tokens: Sequence[bytes], text: str) -> list[int]:
 
 
 def _make_call(call: Json, index: int) -> Json:
-    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function",
-            "function": call}  # fmt: skip
+    """Return a call with an id that every template accepts: Mistral's want nine characters."""
+    return {"index": index, "id": secrets.token_hex(5)[:9], "type": "function", "function": call}
 
 
 def _chat_token(token: bytes, logprob: float, top: Sequence[Any], count: int) -> Json:

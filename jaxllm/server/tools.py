@@ -1,39 +1,74 @@
-"""Tools: the grammar under which a model calls them, and the calls in its text.
+"""Tools: the calls in a model's text, and the grammar under which it must write them.
 
-A model that must call one writes the bare object `{"name": ..., "arguments": ...}`. A model that
-may writes text, and calls in the form that its chat template shows.
+A model that must call one writes the bare object `{"name": ..., "arguments": ...}`. One that may
+writes text and calls, which are read in every form of published models, whatever its template
+shows. A grammar restrains it only where the request has a schema to keep.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 Tool = Mapping[str, Any]
+Call = dict[str, str]  # name, and arguments as JSON text
+Found = tuple[list[Call], int]  # calls, and where their text ends
+
+# What calls and thoughts begin and end with: ordinary tokens, special ones, or letters.
+MARKS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]",
+         "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")  # fmt: skip
+_BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+_BEGIN = re.compile("|".join(map(re.escape, _BEGINS)))
+_BEGIN_OR_THOUGHT = re.compile(f"{_BEGIN.pattern}|</?think>")
+_THOUGHT = re.compile(r"\s*<think>")
+_SPACE = re.compile(r"\s*")
+_END = re.compile(r"\s*(?:</tool_call>|<\|/tool_call\|>)")
+_BETWEEN = re.compile(r"\s*[;,]?\s*(?=\{)")  # two objects
+_MAY_CALL = re.compile(r"\s*(?:$|[\[{]|<(?:f|$)|[\w.-]+\s*(?:$|[\[{.(]))")
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BUILT_IN = re.compile(r"([\w-]+)\.call\(\s*")
+_KEYWORD = re.compile(r"(\w+)\s*=\s*")
+_NEXT_KEYWORD = re.compile(r"\s*,?\s*")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+_PARAMETER_END = re.compile(r"\n?</parameter>\s*|(?=<parameter=|</function>)|\Z")
+_INTERPRETERS = ("python", "ipython", "code_interpreter")
+_JSON = json.JSONDecoder(strict=False)  # models write line ends within strings
 
 
-class CallStyle(NamedTuple):
-    """How calls stand in a text: each between `begin` and `end`; arguments have the key `key`."""
+class CallForm(NamedTuple):
+    """How calls stand in a text: `mark`, `begin`, calls with `between`, and `end`.
 
+    key: of the arguments; "" where a call is not an object but `name[ARGS]arguments`.
+    """
+
+    mark: str
     begin: str
+    between: str
     end: str
     key: str = "arguments"
 
 
-# What a chat template contains -> its style.
-STYLES = {
-    "hermes": CallStyle("<tool_call>", "</tool_call>"),
-    "llama": CallStyle("<|python_tag|>", "", "parameters"),
-    "mistral": CallStyle("[TOOL_CALLS]", ""),
+FORMS = {
+    "hermes": CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "granite": CallForm("<|tool_call|>", "[", ", ", "]"),
+    "mistral": CallForm("[TOOL_CALLS]", " [", ", ", "]"),
+    "mistral_args": CallForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", "", key=""),
+    "llama": CallForm("", "", "; ", "", "parameters"),
 }
-PLAIN = CallStyle("", "")  # the whole text is a call
+# What a chat template contains -> how its model writes calls. "parameters": no form of `FORMS`.
+_SIGNS = {"[ARGS]": "mistral_args", "[TOOL_CALLS]": "mistral", "<|tool_call|>": "granite",
+          "<|tool|>": "granite", "<parameter=": "parameters", "<tool_call>": "hermes",
+          "<|python_tag|>": "llama", "ipython": "llama"}  # fmt: skip
 # A forced call has the spaces that templates show, and no others: small models fill their last
 # tokens with spaces where these are allowed. Clients do not see them.
 _SEPARATORS = {"key_separator": ": ", "item_separator": ", "}
 
 
 def find_style(template: str) -> str:
-    """Return the name of the style that a chat template shows, "" if it shows none."""
-    return next((name for name, style in STYLES.items() if style.begin in template), "")
+    """Return how a model of this chat template writes calls, "" if it shows none."""
+    return next((style for sign, style in _SIGNS.items() if sign in template), "")
 
 
 def tool_schema(tools: Sequence[Tool], key: str = "arguments") -> dict[str, Any]:
@@ -41,10 +76,7 @@ def tool_schema(tools: Sequence[Tool], key: str = "arguments") -> dict[str, Any]
     calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                key: tool["function"].get("parameters") or {"type": "object"},
-            },
+            "properties": {"name": {"const": tool["function"]["name"]}, key: _parameters(tool)},
             "required": ["name", key],
             "additionalProperties": False,
         }
@@ -53,91 +85,269 @@ def tool_schema(tools: Sequence[Tool], key: str = "arguments") -> dict[str, Any]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def tool_grammar(tools: Sequence[Tool], choice: str, style: str) -> dict[str, Any]:
-    """Return the option of `LM.generate` for these tools.
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    return tool["function"].get("parameters") or {"type": "object"}
 
-    choice: "required" forces a call; "auto" allows calls in the template's style, or nothing but
-    text if it has none with an end.
+
+def tool_grammar(
+    asked: Mapping[str, Any], style: str, special: Mapping[str, int], answer: Any = None
+) -> dict[str, Any]:
+    """Return the options of `LM.generate` for these tools.
+
+    If a call is required, it fits its tool's schema. Else text and calls are free, but that the
+    arguments of a tool with `strict` fit, and that the text of an answer without calls fits the
+    schema `answer`, if it is given. Where the style has no form, or no mark beside `answer`, only
+    the latter holds, and such an answer has no calls.
+
+    Args:
+        asked: tools, choice ("required" or "auto") and parallel (whether several calls may be).
+        style: Of `find_style`.
+        special: The ids of those `MARKS` that are special tokens.
+        answer: The schema of response_format.
     """
-    if choice == "required":
-        from jaxllm.grammar import Grammar
+    from jaxllm.grammar import Grammar
 
+    tools, form = asked["tools"], FORMS.get(style)
+    if asked["choice"] == "required":
         schema = {**tool_schema(tools), "x-guidance": _SEPARATORS}
         grammar = Grammar.json_schema(schema, whitespace="")
         return {"grammar": grammar, "json_schema": None}  # not the one of response_format
-    form = STYLES.get(style, PLAIN)
-    if not form.end:
+    strict = [tool["function"].get("strict") is True for tool in tools]
+    if form is None or not (any(strict) or answer is not None):
         return {}
-    from llguidance import StructTag
+    if answer is not None and not form.mark:  # both begin with a brace
+        return {}
 
-    tags = [
-        StructTag(
-            trigger=form.begin,
-            begin=f'{form.begin}\n{{"name": {json.dumps(tool["function"]["name"])}, "{form.key}": ',
-            grammar=tool["function"].get("parameters") or {"type": "object"},
-            end="}\n" + form.end,
-        )
-        for tool in tools
-    ]
-    return {"lark": StructTag.to_grammar(tags)}
+    def spell(text: str) -> str:
+        parts = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", text)
+        spelled = (f"<[{special[p]}]>" if p in special else json.dumps(p) for p in parts if p)
+        return " ".join(spelled)
+
+    bodies = []
+    for tool, keeps in zip(tools, strict, strict=True):
+        name, schema = tool["function"]["name"], _parameters(tool) if keeps else {"type": "object"}
+        head, tail = f"{name}[ARGS]", ""
+        if form.key:
+            head, tail = f'{{"name": {json.dumps(name)}, "{form.key}": ', "}"
+        bodies.append(f"{spell(head)} %json {json.dumps(schema)} {spell(tail)}")
+    more = f"({spell(form.between)} call)*" if asked["parallel"] else ""
+    rules = [f"calls: {spell(form.begin)} call {more} {spell(form.end)}",
+             "call: " + "\n    | ".join(bodies)]  # fmt: skip
+    mark, repeat = spell(form.mark), "*" if asked["parallel"] else "?"
+    if answer is not None:
+        start = f"{mark} calls | answer"
+        rules.append(f"answer: %json {Grammar.json_schema(answer).text}")
+    elif not mark:  # calls stand at the beginning
+        start = "calls | TEXT"
+        rules.append(r"TEXT: /([^{\s](.|\n)*)?/")
+    else:
+        start = f"(lead calls){repeat} TEXT"
+        lead = "lead" if form.mark in special else "lead[lazy]"
+        rules += [f"{lead}: TEXT {mark}", r"TEXT: /(.|\n)*/"]
+    return {"lark": "\n".join([f"start: {start}", *rules]), "json_schema": None}
 
 
 class ToolText:
     """Splits a text that grows into content and calls.
 
-    forced: the whole text is one call.
+    asked: as in `tool_grammar`. style: of the template. hidden: marks that are special tokens,
+    which are no content.
     """
 
-    def __init__(self, style: str, *, forced: bool) -> None:
-        self._style = PLAIN if forced else STYLES.get(style, PLAIN)
-        self._forced, self._text, self._sent = forced, "", 0
+    def __init__(self, asked: Mapping[str, Any], style: str, hidden: Sequence[str] = ()) -> None:
+        self._tools = {tool["function"]["name"]: tool for tool in asked["tools"]}
+        self._forced, self._parallel = asked["choice"] == "required", asked["parallel"]
+        self._bare, self._hidden = style == "llama", hidden
+        self._text, self._sent = "", 0
 
     def push(self, piece: str) -> str:
         """Add text; return what is now surely content."""
         self._text += piece
-        if self._forced:
+        if self._forced or (self._bare and not self._sent and self._text.lstrip()[:1] in ("", "{")):
             return ""
-        begin = self._style.begin
-        at = self._text.find(begin) if begin else -1
-        stop = at if at >= 0 else len(self._text) - _overlap(self._text, begin)
-        content, self._sent = self._text[self._sent : stop], max(stop, self._sent)
-        return content
+        return self._take(self._content_end())
 
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the content, and the calls: names and arguments as JSON text."""
+    def finish(self) -> tuple[str, list[Call]]:
+        """Return the rest of the content, and the calls. Space beside a call is no content."""
         if self._forced:
-            call = self._read_call(self._text)
-            return ("", [call]) if call else (self._text, [])
-        rest, content, calls = self._text[self._sent :], "", []
-        begin, end, _ = self._style
-        while begin and begin in rest:
-            before, _, rest = rest.partition(begin)
-            body, closed, after = rest.partition(end) if end else (rest, "", "")
-            found = self._read_calls(body)
-            calls += found
-            content += before if found else before + begin + body + closed
-            rest = after
-        return content + rest, calls
+            with suppress(ValueError, RecursionError):
+                return "", [_as_call(_JSON.decode(self._text))]
+            return self._text, []
+        found = self._find_calls()
+        if not found:
+            return self._take(len(self._text)), []
+        calls = [call for _, _, calls in found for call in calls]
+        content, ends = self._take(found[0][0]).rstrip(), [end for _, end, _ in found]
+        for begin, end in zip([*(begin for begin, _, _ in found[1:]), None], ends, strict=True):
+            between = self._show(self._text[end:begin]).strip()
+            content += "\n" * bool(between and self._sent) + between
+            self._sent += len(between)
+        return content, calls if self._parallel else calls[:1]
 
-    def _read_calls(self, text: str) -> list[dict[str, Any]]:
+    def _take(self, end: int) -> str:
+        """Return the content that was not sent before, up to a place."""
+        begin, self._sent = self._sent, max(end, self._sent)
+        return self._show(self._text[begin:end])
+
+    def _show(self, text: str) -> str:
+        for mark in self._hidden:
+            text = text.replace(mark, "")
+        return text
+
+    def _content_end(self) -> int:
+        """Return where what may be a call begins, with the space before it."""
+        text, begin = self._text, self._sent
+        if _THOUGHT.match(text):
+            closed = text.find("</think>")
+            if closed < 0:
+                return len(text)
+            begin = max(begin, closed)
+        for mark in _BEGIN.finditer(text, begin):
+            if mark[0] in ("<function=", "<|python_tag|>") or _MAY_CALL.match(text, mark.end()):
+                end = mark.start()
+                break
+        else:
+            end = len(text) - max(_overlap(text, begin) for begin in _BEGINS)
+        return len(text[:end].rstrip())
+
+    def _find_calls(self) -> list[tuple[int, int, list[Call]]]:
+        """Return where calls begin and end, and the calls. Those within a thought are none."""
+        text, at, found = self._text, 0, list[tuple[int, int, list[Call]]]()
+        if self._bare and (bare := self._read_calls("", 0)):
+            calls, at = bare
+            found.append((0, at, calls))
+        while mark := _BEGIN_OR_THOUGHT.search(text, at):
+            at = mark.end()
+            if mark[0] == "</think>":  # the prompt opened it
+                found.clear()
+            elif mark[0] == "<think>":
+                if not text[: mark.start()].strip():
+                    closed = text.find("</think>", at)
+                    at = len(text) if closed < 0 else closed + len("</think>")
+            elif read := self._read_calls(mark[0], mark.start()):
+                calls, at = read
+                found.append((mark.start(), at, calls))
+        return found
+
+    def _read_calls(self, mark: str, at: int) -> Found | None:
+        """Return the calls after a mark, None if there are none."""
+        text = self._text
+        if mark != "<function=":
+            at = _after(_SPACE, text, at + len(mark))
         try:
-            found = json.loads(text)
-        except ValueError:
-            return []
-        calls = [self._read_call(item) for item in (found if isinstance(found, list) else [found])]
-        return [call for call in calls if call]
+            if text.startswith("<function=", at):
+                calls, end = self._read_functions(at)
+            elif text.startswith(("{", "["), at):
+                calls, end = _read_objects(text, at)
+                if not mark and not all(call["name"] in self._tools for call in calls):
+                    return None  # an answer in JSON
+            elif mark and (named := _NAMED.match(text, at)):
+                arguments, end = _JSON.raw_decode(text, named.end())
+                calls = [_as_call({"name": named[1], "arguments": arguments})]
+            elif mark == "<|python_tag|>":
+                calls, end = self._read_python(at)
+            else:
+                return None
+        except (ValueError, RecursionError):
+            return None
+        return calls, _after(_END, text, end)
 
-    def _read_call(self, item: Any) -> dict[str, Any]:
-        """Return name and arguments of a call, {} where it is none."""
-        if isinstance(item, str):
-            try:
-                item = json.loads(item)
-            except ValueError:
-                return {}
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            return {}
-        arguments: Any = next((item[k] for k in (self._style.key, "arguments") if k in item), {})
-        return {"name": item["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    def _read_functions(self, at: int) -> Found:
+        """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`."""
+        text, calls = self._text, []
+        while function := _FUNCTION.match(text, at):
+            at, arguments = function.end(), {}
+            schema = _parameters(self._tools.get(function[1], {"function": {}}))
+            while parameter := _PARAMETER.match(text, at):
+                end = _PARAMETER_END.search(text, parameter.end())
+                assert end is not None  # it matches at the end of the text
+                value, at = text[parameter.end() : end.start()], end.end()
+                inner = schema.get("properties", {}).get(parameter[1])
+                arguments[parameter[1]] = _as_typed(value, inner, schema)
+            if not text.startswith("</function>", at):
+                raise ValueError("the function is not closed")
+            at += len("</function>")
+            calls.append(_as_call({"name": function[1], "arguments": arguments}))
+        return calls, at
+
+    def _read_python(self, at: int) -> Found:
+        """Read `NAME.call(KEY=VALUE, ...)`, or code for a tool that is an interpreter."""
+        text, code = self._text, self._text[at:]
+        if not (named := _BUILT_IN.match(text, at)):
+            name = next(name for name in (*_INTERPRETERS, None) if name in (*self._tools, None))
+            if name is None:
+                raise ValueError("no tool takes code")
+            return [_as_call({"name": name, "arguments": {"code": code}})], len(text)
+        at, arguments = named.end(), {}
+        while key := _KEYWORD.match(text, at):
+            arguments[key[1]], at = _JSON.raw_decode(text, key.end())
+            at = _after(_NEXT_KEYWORD, text, at)
+        if not text.startswith(")", at):
+            raise ValueError("the call is not closed")
+        return [_as_call({"name": named[1], "arguments": arguments})], at + 1
+
+
+def _read_objects(text: str, at: int) -> Found:
+    """Read one or several calls as JSON, or a list of them."""
+    value, at = _JSON.raw_decode(text, at)
+    calls = [_as_call(item) for item in (value if isinstance(value, list) else [value])]
+    with suppress(ValueError):
+        while between := _BETWEEN.match(text, at):
+            value, end = _JSON.raw_decode(text, between.end())
+            calls.append(_as_call(value))
+            at = end
+    if not calls:
+        raise ValueError("an empty list")
+    return calls, at
+
+
+def _as_call(item: Any) -> Call:
+    """Return a call of a model's object. Raises ValueError for another value."""
+    if not isinstance(item, dict) or not isinstance(name := item.get("name"), str):
+        raise ValueError("not a call")
+    arguments = item.get("arguments", item.get("parameters"))
+    if not isinstance(arguments, str):  # some models write them as JSON text
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {"name": name, "arguments": arguments or "{}"}
+
+
+def _as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for under a schema, the text if none fits."""
+    kinds = _find_kinds(schema, root)
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
+    for spelled in (text, text.strip().lower()):  # Python's True and None
+        with suppress(ValueError, RecursionError):
+            return json.loads(spelled)
+    return text
+
+
+def _find_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a schema allows, by JSON Schema's names."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    kinds = schema.get("type") or []
+    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    listed = [schema["const"]] if "const" in schema else []
+    for value in (*_items(schema.get("enum")), *listed):
+        found.add({str: "string", type(None): "null"}.get(type(value), "other"))
+    inner = [item for key in ("anyOf", "oneOf", "allOf") for item in _items(schema.get(key))]
+    if isinstance(name := schema.get("$ref"), str):
+        place: Any = root
+        for key in name.removeprefix("#/").split("/"):
+            place = place.get(key) if isinstance(place, Mapping) else None
+        inner.append(place)
+    return found.union(*(_find_kinds(item, root, depth + 1) for item in inner))
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where a pattern's match at a place ends, the place itself if there is none."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.errors import TemplateError
 from jaxllm.files import path_exists, path_inside, read_json, read_text
-from jaxllm.text.formats import read_special_tokens
+from jaxllm.text.formats import ADDITIONAL_TEMPLATES, read_special_tokens
 
 if TYPE_CHECKING:
     from jaxllm.text.sandbox import Sandbox
@@ -26,6 +26,7 @@ _MAX_DEPTH = 64
 class ChatTemplate:
     """A well-formed chat template with the limits of its execution.
 
+    * `tool_use` is rendered instead of `source` if there are tools, as in transformers.
     * `special_tokens` are variables for the template, besides messages: `("bos_token", "<s>")`.
     * `max_output` limits the characters of the output and of every intermediate value.
     * `max_seconds` limits the CPU time of the rendering thread. The clock is checked in every loop
@@ -41,17 +42,19 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...] = ()
     max_output: int = MAX_OUTPUT
     max_seconds: float = MAX_SECONDS
+    tool_use: str | None = None
 
     def __post_init__(self) -> None:
-        with _convert_errors("malformed chat template"):
-            self._sandbox().from_string(self.source)
+        for source in filter(None, (self.source, self.tool_use)):
+            with _convert_errors("malformed chat template"):
+                self._sandbox().from_string(source)
 
     @classmethod
     def from_directory(cls, path: str | Path, *, name: str = "default") -> Self:
         """Return the chat template of a checkpoint directory.
 
-        `chat_template.jinja` overrides `chat_template` in `tokenizer_config.json`, which is a
-        template, or a list of `{"name", "template"}` from which `name` is selected.
+        `name` is selected from those that `read_templates` finds; to "default", a template named
+        "tool_use" is added.
 
         Raises:
           TemplateError: there is no template of that name, or it is malformed.
@@ -59,7 +62,7 @@ class ChatTemplate:
         """
         directory = Path(path)
         tokens = tuple(read_special_tokens(directory).items())
-        templates = _read_templates(directory)
+        templates = read_templates(directory)
         if name not in templates:
             found = f"only {', '.join(sorted(templates))}" if templates else "none"
             raise TemplateError(
@@ -67,7 +70,11 @@ class ChatTemplate:
                 f"tokenizer_config.json, found {found}. Give a template"
                 " (jaxllm chat --chat-template FILE), or generate from plain text (jaxllm generate)"
             )
-        return cls(templates[name], tokens)
+        return cls(
+            templates[name],
+            tokens,
+            tool_use=templates.get("tool_use") if name == "default" else None,
+        )
 
     def render(
         self,
@@ -104,7 +111,11 @@ class ChatTemplate:
         plain = {name: _copy_plain(value, name) for name, value in given.items()}
         plain["messages"] = [_with_reasoning(message) for message in plain["messages"]]
         with _convert_errors("the chat template failed"):
-            return self._sandbox().run(self.source, plain)
+            return self._sandbox().run(self.select_source(plain["tools"]), plain)
+
+    def select_source(self, tools: Any) -> str:
+        """Return the source that is rendered for these tools, None if there are none."""
+        return self.source if tools is None or self.tool_use is None else self.tool_use
 
     def _sandbox(self) -> "Sandbox":
         from jaxllm.text.sandbox import Sandbox
@@ -121,16 +132,21 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": said, **message, "reasoning_content": said}
 
 
-def template_source(directory: Path) -> str | None:
-    """Return the chat template "default" of a checkpoint directory, or None if there is none.
+def read_templates(directory: Path) -> dict[str, str]:
+    """Return the chat templates of a checkpoint directory by name; the usual one is "default".
+
+    They are `chat_template.jinja` and `additional_chat_templates/NAME.jinja`; without these files
+    `chat_template` in `tokenizer_config.json`, a template or a list of `{"name", "template"}`.
 
     Raises:
       TemplateError, CheckpointError: a file is malformed.
     """
-    return _read_templates(directory).get("default")
-
-
-def _read_templates(directory: Path) -> dict[str, str]:
+    usual, folder = directory / "chat_template.jinja", directory / ADDITIONAL_TEMPLATES
+    files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+    if path_exists(usual):
+        files["default"] = usual
+    if files:
+        return {n: read_text(path_inside(file.parent, file.name)) for n, file in files.items()}
     templates: Any = None
     if path_exists(path := directory / "tokenizer_config.json"):
         templates = read_json(path_inside(directory, path.name)).get("chat_template")
@@ -147,8 +163,6 @@ def _read_templates(directory: Path) -> dict[str, str]:
                 raise TemplateError(
                     f"{path}: chat_template must be a string or a list of names and templates"
                 )
-    if path_exists(path := directory / "chat_template.jinja"):
-        named["default"] = read_text(path_inside(directory, path.name))
     return named
 
 

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "modules.json",
     "config_sentence_transformers.json",
 )
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 # The usual token of a role that no file names (as in GPT-2's own tokenizer_config.json).
@@ -56,11 +57,12 @@ def tokenizer_files(directory: Path) -> list[Path]:
     """Return the tokenizer files in a directory, for copying them with a checkpoint.
 
     With them come the settings of embeddings: sentence-transformers' files, and the folder of
-    the pooling's.
+    the pooling's; and the folder of further chat templates.
     """
     files = [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
-    pooling = (file.parent for file in sorted(directory.glob("*_Pooling/config.json")))
-    return [*files, *(folder for folder in pooling if not folder.is_symlink())]
+    folders = [file.parent for file in sorted(directory.glob("*_Pooling/config.json"))]
+    folders += filter(Path.is_dir, [directory / ADDITIONAL_TEMPLATES])
+    return [*files, *(folder for folder in folders if not folder.is_symlink())]
 
 
 def find_tokenizer_format(directory: Path) -> tuple[str, ...] | None:

@@ -1,14 +1,17 @@
 """Writes a tokenizer in Hugging Face's format, for checkpoints that store it in another."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxllm.files import atomic_file, write_json
-from jaxllm.text.formats import TokenizerTree
+from jaxllm.text.formats import ADDITIONAL_TEMPLATES, TokenizerTree
 
 
-def write_tokenizer(source: TokenizerTree, template: str | None, directory: Path) -> list[Path]:
-    """Write tokenizer.json, tokenizer_config.json and, if given, the template; returns their paths.
+def write_tokenizer(
+    source: TokenizerTree, templates: Mapping[str, str], directory: Path
+) -> list[Path]:
+    """Write tokenizer.json, tokenizer_config.json and chat templates; return their paths.
 
     transformers can read them, and then prepends the begin-of-text token if `adds_bos` is set.
 
@@ -30,9 +33,15 @@ def write_tokenizer(source: TokenizerTree, template: str | None, directory: Path
     for name, data in files.items():
         write_json(directory / name, data)
     paths = [directory / name for name in files]
-    if template is not None:
-        paths.append(directory / "chat_template.jinja")
-        with atomic_file(paths[-1], "w") as file:
+    folder = directory / ADDITIONAL_TEMPLATES
+    if templates.keys() - {"default"}:
+        folder.mkdir()
+        paths.append(folder)
+    for name, template in templates.items():
+        path = folder / f"{name}.jinja"
+        if name == "default":
+            paths.append(path := directory / "chat_template.jinja")
+        with atomic_file(path, "w") as file:
             file.write(template)
     return paths
 

@@ -253,7 +253,13 @@ def _make_gguf(directory: Path) -> None:
     small = {name: i for name, i in tree.tree["model"]["vocab"].items() if i < 300}
     merges = [m for m in tokens["model"]["merges"] if "".join(m).replace(" ", "") in small]
     tree.tree["model"] = {**tokens["model"], "vocab": small, "merges": merges}
-    write_gguf(directory / "model.gguf", checkpoint, "Q8_0", tokenizer=tree, template=TEMPLATE)
+    write_gguf(
+        directory / "model.gguf",
+        checkpoint,
+        "Q8_0",
+        tokenizer=tree,
+        templates={"default": TEMPLATE},
+    )
 
 
 def _use_gguf(directory: Path) -> None:

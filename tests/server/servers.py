@@ -18,7 +18,7 @@ DONE = {"done": {"finish_reason": "length", "prompt_tokens": 1, "completion_toke
                  "cached_tokens": 0, "draft_stats": [], "seed": 0,
                  "grammar_complete": None}}  # fmt: skip
 INFO = {"context": 64, "rows": 2, "adapters": [], "vocab_size": 131, "special_tokens": {},
-        "chat_template": None, "model": "stub"}  # fmt: skip
+        "chat_template": None, "tool_style": "", "special_marks": [], "model": "stub"}  # fmt: skip
 Script = Callable[[Frame], AsyncGenerator[Frame]]
 
 

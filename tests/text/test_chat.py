@@ -147,8 +147,10 @@ def test_chat_template_is_found_in_every_file(
     assert ChatTemplate.from_directory(path).render(HI) == "<s>default"
     assert ChatTemplate.from_directory(path, name="tool_use").render(HI) == "tools"
     (path / "chat_template.jinja").write_text("{{ bos_token }}jinja")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "more.jinja").write_text("more")
     assert ChatTemplate.from_directory(path).render(HI) == "<s>jinja"
-    with pytest.raises(TemplateError, match=r"'rag' in .*found only default, tool_use"):
+    with pytest.raises(TemplateError, match=r"'rag' in .*found only default, more"):
         ChatTemplate.from_directory(path, name="rag")
 
 

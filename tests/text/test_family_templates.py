@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from jaxllm.errors import TemplateError
 from jaxllm.models import FAMILIES
 from jaxllm.text import ChatTemplate
+from jaxllm.text.formats import tokenizer_files
 
 CHATML = """\
 {%- if messages[0].role == 'system' %}
@@ -238,7 +239,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 VARIABLES: list[dict[str, Any]] = [{}, {"enable_thinking": False, "controls": {"length": "long"}}]
 
 
-def save_tokenizer(template: str, directory: Path) -> Any:
+def save_tokenizer(template: str | dict[str, str], directory: Path) -> Any:
     """Save a transformers tokenizer with this template to `directory` and return it."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")),
@@ -276,6 +277,20 @@ def test_family_template_rendering_equals_transformers(family: str, tmp_path: Pa
                 assert found == same, (name, prompt, given)
                 rendered += found is not None
     assert rendered >= 12
+
+
+@pytest.mark.parametrize("jinja", [True, False])
+def test_tool_template_is_selected_as_transformers_does(jinja: bool, tmp_path: Path) -> None:
+    """The template "tool_use", from a list or a folder, is rendered where tools are given."""
+    templates = {"default": "plain {{ tools }}", "tool_use": "tools {{ tools | tojson }}"}
+    tokenizer = save_tokenizer(templates, tmp_path)
+    tokenizer.save_pretrained(tmp_path / "b", save_jinja_files=jinja)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    ours, question = ChatTemplate.from_directory(tmp_path / "b"), CONVERSATIONS["a question"]
+    for tools in (None, [], [{"type": "function"}]):
+        expected = theirs.apply_chat_template(question, tools=tools, tokenize=False)
+        assert ours.render(question, tools=tools) == expected
+    assert tokenizer_files(tmp_path / "b")[-1].is_dir() is jinja
 
 
 def _text(render: Any) -> str | None:

@@ -332,9 +332,9 @@ def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
     assert ours(ends).end_id == 0
     tree = read_tokenizer(read_parts(ends)[0].settings, ends)
     assert tree is not None
-    assert make_tokenizer_keys(tree, None, {}, 2000)["tokenizer.ggml.add_eos_token"]
+    assert make_tokenizer_keys(tree, {}, {}, 2000)["tokenizer.ggml.add_eos_token"]
     (tmp_path / "hf").mkdir()
-    write_tokenizer(tree, None, tmp_path / "hf")
+    write_tokenizer(tree, {}, tmp_path / "hf")
     assert Tokenizer.from_directory(tmp_path / "hf").end_id == 0
 
 
@@ -375,19 +375,23 @@ def test_settings_without_a_gguf_key_are_listed() -> None:
 
 
 def test_chat_template_uses_special_tokens(tmp_path: Path) -> None:
-    """The stored chat template renders with the file's special tokens; without one, a TemplateError
-    is returned, which does not hold what was read.
+    """The stored chat templates, "tool_use" too, have the file's special tokens; without one, a
+    TemplateError is returned, which does not hold what was read.
     """
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_eos_token_id(0)
         writer.add_chat_template(
-            "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+            [
+                {"name": "default", "template": "{{ messages[0].content }}{{ eos_token }}"},
+                {"name": "tool_use", "template": "{{ tools[0] }}{{ eos_token }}"},
+            ]
         )
 
     texts = assets_from_gguf(byte_level_file(tmp_path / "a.gguf", add))
     assert not isinstance(texts.chat_template, Exception)
     assert texts.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi<|end|>"
+    assert texts.chat_template.render([], tools=["f"]) == "f<|end|>"
     none = assets_from_gguf(byte_level_file(tmp_path / "b.gguf", lambda w: None))
     assert isinstance(none.chat_template, TemplateError)
     assert none.chat_template.__traceback__ is None

@@ -172,7 +172,10 @@ def test_byte_level_tokenizer_converts_both_ways(name: str, tmp_path: Path, run:
     library.save(str(tmp_path / "hf" / "tokenizer.json"))
     config = {
         "eos_token": "<|end|>", "bos_token": "<|end|>", "add_bos_token": True,
-        "chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        "chat_template": [
+            {"name": "default", "template": "{{ messages[0].content }}{{ eos_token }}"},
+            {"name": "tool_use", "template": "{{ tools[0] }}{{ eos_token }}"},
+        ],
     }  # fmt: skip
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     file = tmp_path / "a.gguf"
@@ -180,6 +183,7 @@ def test_byte_level_tokenizer_converts_both_ways(name: str, tmp_path: Path, run:
     assert "with its tokenizer" in message, message
     keys = gguf.GGUFReader(file).fields
     assert keys["tokenizer.ggml.pre"].contents() == name
+    assert keys["tokenizer.chat_templates"].contents() == ["tool_use"]
     mine = ours(file)
     for text in [*LINES, "a<think>b<|end|>c"]:
         expected = library.encode(text, add_special_tokens=False).ids
@@ -195,6 +199,8 @@ def test_byte_level_tokenizer_converts_both_ways(name: str, tmp_path: Path, run:
     assert theirs.encode("a") == [0, *library.encode("a").ids]
     messages = [{"role": "user", "content": "Hi"}]
     assert theirs.apply_chat_template(messages, tokenize=False) == "Hi<|end|>"
+    tools = [{"type": "f"}]
+    assert theirs.apply_chat_template(messages, tools=tools, tokenize=False).endswith("f'}<|end|>")
 
 
 def test_sentencepiece_tokenizer_writes_to_gguf(
@@ -210,7 +216,7 @@ def test_sentencepiece_tokenizer_writes_to_gguf(
 
     directory = data("llama_tokenizer")
     tree, whole = read_tree(directory), Tokenizer.from_directory(directory)
-    keys = make_tokenizer_keys(tree, None, {"eos_token_id": [2, 5]}, 32_000)
+    keys = make_tokenizer_keys(tree, {}, {"eos_token_id": [2, 5]}, 32_000)
     assert keys["tokenizer.ggml.eot_token_id"] == 5
     write_arrays(tmp_path / "a.gguf", {"general.architecture": "llama", **keys}, {})
     mine = ours(tmp_path / "a.gguf")

@@ -1,0 +1,105 @@
+"""Calls of tools in the text of models: every published form, as their model cards show it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxllm.grammar import Grammar
+from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"},
+                   "exact": {"type": ["boolean", "null"]}},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("weather", "time")
+]
+ASKED = {"tools": TOOLS, "choice": "auto", "parallel": True}
+CALL, CITY = ("weather", {"city": "Bonn"}), '{"city": "Bonn"}'
+BOTH = [CALL, ("time", {"city": "Ulm", "days": 2})]
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+# style, text, content, calls
+CASES: list[tuple[str, str, str, list[Any]]] = [
+    ("hermes", "Hello.", "Hello.", []),
+    ("hermes", HERMES, "", [CALL]),
+    ("hermes", f"I look.\n{HERMES}", "I look.", [CALL]),
+    ("hermes", HERMES + '\n<tool_call>\n{"name": "time", "arguments": {"city": "Ulm", "days": 2}}'
+     "\n</tool_call>", "", BOTH),
+    ("hermes", HERMES.removesuffix("\n</tool_call>"), "", [CALL]),
+    ("hermes", HERMES.replace(CITY, json.dumps(CITY)), "", [CALL]),
+    ("hermes", f"<think>I could <tool_call> now</think>{HERMES}",
+     "<think>I could <tool_call> now</think>", [CALL]),
+    ("hermes", "A <tool_call> is a mark.", "A <tool_call> is a mark.", []),
+    ("llama", '{"name": "weather", "parameters": {"city": "Bonn"}}', "", [CALL]),
+    ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Bonn"}}; '
+     '{"name": "time", "parameters": {"city": "Ulm", "days": 2}}', "", BOTH),
+    ("llama", '<|python_tag|>weather.call(city="Bonn")', "", [CALL]),
+    ("llama", '{"name": "Anna", "age": 5}', '{"name": "Anna", "age": 5}', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bonn"}}, '
+     '{"name": "time", "arguments": {"city": "Ulm", "days": 2}}]', "", BOTH),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bonn"}}]', "", [CALL]),
+    ("mistral_args", '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}', "", [CALL]),
+    ("mistral_args", '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]time[ARGS]'
+     '{"city": "Ulm", "days": 2}', "", BOTH),
+    ("granite", '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}}]', "", [CALL]),
+    ("granite", '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}}]<|/tool_call|>',
+     "", [CALL]),
+    ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
+     "</function>\n</tool_call>\n<tool_call>\n<function=time>\n<parameter=city>\nUlm\n</parameter>"
+     "\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>", "", BOTH),
+    ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n"
+     "<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>", "",
+     [("weather", {"city": "7", "exact": True})]),
+]  # fmt: skip
+
+
+def read(text: str, step: int, style: str, **changes: Any) -> tuple[str, list[Any]]:
+    """Return the content and the calls of a text that comes in pieces of `step` characters."""
+    reader = ToolText({**ASKED, **changes}, style)
+    content = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
+    rest, calls = reader.finish()
+    return content + rest, [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_calls_are_read_in_published_forms(case: int) -> None:
+    """Whole or in pieces, a text gives the same content and calls."""
+    style, text, content, calls = CASES[case]
+    for step in (len(text), 1, 3, 7):
+        assert read(text, step, style) == (content, calls)
+
+
+def test_single_call_where_parallel_is_off() -> None:
+    assert read(CASES[3][1], 5, "hermes", parallel=False) == ("", [CALL])
+
+
+def test_styles_are_found_by_their_signs() -> None:
+    """What published templates contain: Llama 3.1, Hermes, Qwen3-Coder, Mistral, Granite."""
+    for sign, style in (
+        ("Environment: ipython", "llama"), ("<tool_call>\n{\"name\"", "hermes"),
+        ("<tool_call>\n<function=f>\n<parameter=a>", "parameters"), ("[TOOL_CALLS] [", "mistral"),
+        ("[TOOL_CALLS]f[ARGS]", "mistral_args"), ("<|tool_call|>", "granite"), ("plain", ""),
+    ):  # fmt: skip
+        assert find_style(sign) == style
+
+
+@pytest.mark.parametrize("style", sorted(FORMS))
+def test_grammar_takes_calls_that_fit(style: str) -> None:
+    """A strict tool's arguments fit its schema; the text of an answer without calls is free."""
+    strict = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}  # type: ignore[dict-item]
+    asked = {**ASKED, "tools": [strict, TOOLS[1]]}
+    (grammar,) = (Grammar.lark(v) for v in tool_grammar(asked, style, {}).values() if v)
+    good = next(text for s, text, _, calls in CASES if s == style and len(calls) == 1
+                and "python_tag" not in text and "/tool_call|>" not in text)  # fmt: skip
+    assert grammar.complete(good) and grammar.complete("Hello.")
+    assert not grammar.complete(good.replace('"Bonn"', "5"))
+    assert tool_grammar(ASKED, style, {}) == {}
+    if style == "llama":  # calls and answers both begin with a brace: no calls
+        assert tool_grammar(ASKED, style, {}, {"type": "object"}) == {}
+        return
+    only = tool_grammar(ASKED, style, {}, {"type": "object", "required": ["x"]})
+    answer = Grammar.lark(only["lark"])
+    assert answer.complete('{"x": 1}') and answer.complete(good) and not answer.complete("Hello.")
