@@ -52,8 +52,10 @@ TEMPLATES = {
         '<|tool_call|>[{"name": "{{ c.function.name }}", "arguments": ' + _ARGUMENTS + "}]",
     ),
     "qwen3-coder": _template(
-        _LIST + "<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>",
-        "<tool_call>\\n<function={{ c.function.name }}>\\n{% for k, v in c.function.arguments.items() %}"
+        _LIST + "<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n"
+        "</function>\\n</tool_call>",
+        "<tool_call>\\n<function={{ c.function.name }}>\\n"
+        "{% for k, v in c.function.arguments.items() %}"
         "<parameter={{ k }}>\\n{{ v }}\\n</parameter>\\n{% endfor %}</function>\\n</tool_call>",
     ),
 }  # fmt: skip

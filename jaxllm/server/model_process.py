@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
+IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
@@ -58,7 +60,7 @@ class ModelSettings:
     rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
     max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
     prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
-    values the requests of all API keys read in place. warms_up: compile before the first request.
+    values the requests of all API keys read in place. warms_up: compile ahead, once it is ready.
     vectors: files of steering vectors by name. load_draft, draft_tokens: as the draft of
     `LM.serve`; a picklable function loads it.
     """
@@ -85,18 +87,24 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
         os.environ["PJRT_NPROC"] = str(settings.threads)
     try:
         process = ModelProcess(load(), settings, frames)
-        if settings.warms_up:
-            process.warm_up()
     except (JaxllmError, OSError) as error:
         frames.send({"failed": str(error)})
         return
-    import jax
-
-    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
+    threading.Thread(target=_compile_ahead, args=(process, settings), daemon=True).start()
     for frame in frames:
         process.receive(frame)
     os._exit(0)  # the HTTP process has ended: do not wait for running requests
+
+
+def _compile_ahead(process: "ModelProcess", settings: ModelSettings) -> None:
+    """Compile the usual programs while requests may come, then count what requests compile."""
+    import jax
+
+    if settings.warms_up:
+        with suppress(JaxllmError, RuntimeError):  # the server may be closed meanwhile
+            process.warm_up()
+    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
 
 
 class ModelProcess:
@@ -160,7 +168,8 @@ class ModelProcess:
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
-        With a draft, also those without: beside a prompt, rows decode one token per step.
+        Each is compiled by a short run, while no client's request is open. With a draft, also those
+        without: beside a prompt, rows decode one token per step.
         """
         from jaxllm.generation.background import BackgroundServer
 
@@ -173,7 +182,8 @@ class ModelProcess:
         self._warm_up(self._server)
 
     def _warm_up(self, server: "BackgroundServer") -> None:
-        widths = [n for n in (1, 2, 8, 16, 32, 64, 128, 256, 257) if n + 2 <= self.context]
+        usual = (32, 64, 16, 128, 1, 2, 8, 256, 257)  # those of most prompts come first
+        widths = [n for n in usual if n + 2 <= self.context]
         counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
         for count, length in itertools.product(counts, widths):
             if count > 1 and length not in (2, 8):
@@ -181,6 +191,8 @@ class ModelProcess:
             for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
                 request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
                 request |= {"namespace": "warm-up", "on_chunk": bool, **options}
+                while self._cancelled:  # requests of clients come first
+                    time.sleep(IDLE_CHECK_S)
                 with server.hold():
                     running = [server.submit(request) for _ in range(count)]
                 for answer in running:

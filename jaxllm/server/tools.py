@@ -125,11 +125,12 @@ def tool_grammar(
 
     bodies = []
     for tool, keeps in zip(tools, strict, strict=True):
-        name, schema = tool["function"]["name"], _parameters(tool) if keeps else {"type": "object"}
+        name = tool["function"]["name"]
+        arguments: Tool = _parameters(tool) if keeps else {"type": "object"}
         head, tail = f"{name}[ARGS]", ""
         if form.key:
             head, tail = f'{{"name": {json.dumps(name)}, "{form.key}": ', "}"
-        bodies.append(f"{spell(head)} %json {json.dumps(schema)} {spell(tail)}")
+        bodies.append(f"{spell(head)} %json {json.dumps(arguments)} {spell(tail)}")
     more = f"({spell(form.between)} call)*" if asked["parallel"] else ""
     rules = [f"calls: {spell(form.begin)} call {more} {spell(form.end)}",
              "call: " + "\n    | ".join(bodies)]  # fmt: skip
