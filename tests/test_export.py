@@ -268,7 +268,7 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
         ("--form", "rotary"): "gpt2 has no RoPE",
         ("--form", "square"): "--form must be words of tokens, embeddings",
         ("--form", "boolean,additive"): "additive contradicts",
-        ("--what", "train"): "a step must be one of",
+        ("--what", "train"): "--what must be one of prefill, decode",
         ("--quantize", "int5"): "int5",
     }.items():
         there = base if not options else (base[0], tmp_path / "c", *base[2:])

@@ -28,14 +28,8 @@ def step_collectives(step: Step) -> list[Collective]:
 
 
 def _all_traffic(step: Step) -> Iterator[Collective]:
-    # XLA combines "is any slot filled" with this collective. With stages it does not: it writes
-    # the groups of the two in different forms.
-    is_separate = gathers_slots(step) and step.axes.stage > 1
-    mask_bytes = step.tokens + (gathers_slots(step) and not is_separate)
+    mask_bytes = step.tokens + gathers_slots(step)  # XLA adds "is any slot filled" to the mask
     yield Collective("padding mask", "all-reduce", "data", step.data_shards, 1, mask_bytes)
-    yield Collective(
-        "is any slot filled", "all-reduce", "data", step.data_shards, int(is_separate), 1
-    )
     yield from _embedding_traffic(step)
     yield from _layer_traffic(step)
     if step.axes.stage > 1:

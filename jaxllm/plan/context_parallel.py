@@ -27,7 +27,7 @@ def sequence_traffic(step: Step) -> Iterator[Collective]:
 
 
 def gathers_slots(step: Step) -> bool:
-    """Whether devices exchange data about slots: in ring prefill with a sharded cache."""
+    """Whether devices ask whether any slot is filled: in ring prefill with a sharded cache."""
     split = step.context_parallel.is_split and not step.axes.use_ulysses
     return split and step.slots % step.axes.sequence == 0
 
@@ -119,5 +119,3 @@ def _ring(step: Step) -> Iterator[Collective]:
         yield _collective(
             step, "cache writes", "collective-permute", 2 * _stage_layers(step), size, n - 1
         )
-    yield _collective(step, "tokens of slots", "all-gather", 1, 4 * step.rows * step.slots)
-    yield _collective(step, "is any slot filled", "all-reduce", 1, 1)

@@ -56,10 +56,10 @@ class Keys:
 
 
 class Hosts:
-    """Lets only requests through whose `Host` is an address, `localhost` or one of `names`.
+    """Lets only requests through whose Host is an address, `localhost` or one of `names`.
 
     A page of any site can give its own name this machine's address (DNS rebinding) and then read
-    what a server without a key answers; its requests have that name as their `Host`.
+    what a server without a key answers; its requests have that name as their Host.
     """
 
     def __init__(self, app: App, names: Sequence[str]) -> None:

@@ -77,8 +77,9 @@ def test_by_position_losses_equal_transformers(run: Run, data: Find, tmp_path: P
     seen = 1
     for start in range(0, len(ids), STRIDE):
         end = min(start + WINDOW, len(ids))
+        window = [ids[0], *ids[start + 1 : end]]  # each begins with the begin-of-text token
         with torch.no_grad():
-            logits = twin.torch_model(torch.tensor([ids[start:end]])).logits[0]
+            logits = twin.torch_model(torch.tensor([window])).logits[0]
         for i in range(max(seen, start + 1), end):
             loss = -float(logits[i - start - 1].log_softmax(-1)[ids[i]])
             losses.setdefault(i - start, []).append(loss)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import jaxllm
-from jaxllm.errors import OverloadError, SamplingError
+from jaxllm.errors import OverloadError, RequestError, SamplingError
 from jaxllm.generation.background import BackgroundServer
 from jaxllm.generation.completion import Completion
 
@@ -126,9 +126,9 @@ def test_text_after_stream_close_is_dropped(
     assert requests[0]["is_cancelled"]()
 
 
-def test_closed_or_failed_server_rejects_requests(lm: Any) -> None:
+def test_closed_or_failed_server_rejects_requests(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed server finishes its requests and rejects new ones; a failed one reports
-    the cause.
+    the cause. What fails in one request's callback ends that request alone.
     """
     live = BackgroundServer(lm, rows=1, capacity=64)
     last = live.submit({"prompt": "One day", **OPTIONS})
@@ -141,8 +141,15 @@ def test_closed_or_failed_server_rejects_requests(lm: Any) -> None:
         raise OSError("the listener is broken")
 
     live = BackgroundServer(lm, rows=1, capacity=64)
-    with pytest.raises(RuntimeError, match="the model ended: OSError"):
+    with pytest.raises(RequestError, match="OSError: the listener is broken"):
         live.submit({"prompt": "One day", **OPTIONS, "on_chunk": broken}).result()
+    assert live.submit({"prompt": "One day", **OPTIONS}).result().tokens == last.result().tokens
+    live.close()
+
+    live = BackgroundServer(lm, rows=1, capacity=64)
+    monkeypatch.setattr("jaxllm.generation.serve.serve", broken)
+    with pytest.raises(RuntimeError, match="the model ended: TypeError"):
+        live.submit({"prompt": "One day", **OPTIONS}).result()
     with pytest.raises(RuntimeError, match="the model ended"):
         live.submit({"prompt": "One day"}).result()
 

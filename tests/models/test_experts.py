@@ -148,7 +148,7 @@ def test_expert_count_is_read_from_either_name() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             read_config({**mixtral, **change})
-    with pytest.raises(ConfigError, match="decoder_sparse_step must be positive"):
+    with pytest.raises(ConfigError, match="decoder_sparse_step must be a whole number >= 1"):
         read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 0})
 
 

@@ -239,10 +239,13 @@ def collectives(model: Any, params: Any, cache: Any, tokens: int) -> dict[str, t
 
 def compiled(model: Any, params: Any, cache: Any, tokens: int, **how: Any) -> Any:
     token_BT = jnp.zeros((cache.batch, tokens), jnp.int32)
-    given: Any = (cache, (), model, params, token_BT, token_BT, NO_EDITS, False)
+    given: Any = (cache, (), model, params, token_BT, token_BT)
     if tokens == 1:
-        return jax.jit(_decode_step, static_argnums=(2, 7, 8), **how).lower(*given, ()).compile()
-    return jax.jit(_prefill, static_argnums=(2, 7, 8, 9), **how).lower(*given, tokens, ()).compile()
+        step = jax.jit(_decode_step, static_argnums=(2, 7, 8), **how)
+        return step.lower(*given, NO_EDITS, False, ()).compile()
+    pass_ = jax.jit(_prefill, static_argnums=(2, 8, 9), **how)
+    length_B = jnp.full(cache.batch, tokens, jnp.int32)
+    return pass_.lower(*given, length_B, NO_EDITS, False, ()).compile()
 
 
 def test_max_batch_and_context_are_tight() -> None:

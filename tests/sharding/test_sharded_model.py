@@ -304,7 +304,7 @@ def test_act_order_weight_is_replicated_or_refused(mesh: str, exact: bool) -> No
 def test_unsharded_parameters_are_refused_by_path() -> None:
     model, params = make_model("gpt2")
     over, _ = shard_model(model, params, "tensor=2")
-    with pytest.raises(ConfigError, match=r"c_attn\.bias is not sharded.*model\.shared"):
+    with pytest.raises(ConfigError, match=r"c_attn\.bias is not sharded.*model\.shard"):
         jaxllm.forward(over, params, None, [[1, 2]])
 
 

@@ -238,7 +238,7 @@ def test_sentencepiece_tokenizer_writes_to_gguf(
 def test_conflicting_conversion_options_are_refused(tmp_path: Path, run: Run) -> None:
     (tmp_path / "there.gguf").touch()
     for arguments, message in {
-        ("--to-gguf", "Q4_K_S"): "'Q4_K_S' is not supported (known: F32",
+        ("--to-gguf", "Q4_K_S"): "must be one of F32, F16, BF16, Q8_0",
         ("--to-gguf", "F16", "--to-hf"): "cannot be combined",
         ("--to-gguf", "F16", "--dtype", "bfloat16"): "leave out --dtype",
     }.items():
