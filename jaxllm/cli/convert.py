@@ -132,7 +132,7 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     from jaxllm.text.formats import find_tokenizer_format, read_tree
 
     check_absent(target)
-    check_choice("--to-gguf", kind.upper(), KINDS)
+    check_choice("--to-gguf", kind.upper() if kind.upper() in KINDS else kind, KINDS)
     opened = open_checkpoint(model, strict=strict)
     with open_tokenizer_files(opened.directory) as files:
         folder = files[0].parent if files else None

@@ -144,7 +144,8 @@ class ModelProcess:
             list(lm.serve([], **self._options, **self._speculation))  # checks them
         self._server = BackgroundServer(
             lm, **self._options, **self._speculation,
-            max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
+            max_waiting=settings.max_waiting + self.rows,  # `warm_up` takes up to as many places
+            max_waiting_tokens=settings.max_waiting_tokens,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._computing = ThreadPoolExecutor(1, "jaxllm-compute")

@@ -55,6 +55,10 @@ def test_limits_of_page_are_those_of_code() -> None:
     from jaxllm.server.backend import ServerSettings
 
     settings = ServerSettings(("x",))
-    row = f"{listen.HEADER_BYTES >> 10} kB of headers, {listen.HEADER_SECONDS:g} s to send them"
-    assert f"{row}, {settings.read_seconds:g} s for the body, {listen.WRITE_SECONDS:g} s" in PAGE
+    row = (
+        f"{listen.HEADER_SECONDS:g} s to send the headers, {settings.read_seconds:g} s for the body"
+    )
+    assert f"{row}, {listen.WRITE_SECONDS:g} s" in PAGE
+    assert f"{listen.HEADER_BYTES >> 10} kB of headers" in PAGE
+    assert f"{listen.MAX_CONNECTIONS:,} connections" in PAGE
     assert f"every {settings.ping_seconds:g} seconds" in PAGE
