@@ -134,7 +134,7 @@ def test_gptq_uses_tokens_routed_to_expert(mixed: LM) -> None:
     """
     rows, messages, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
     made = compress(
-        mixed, [r"quantize: gptq int4 on=layers\.1\.mlp\..*"],
+        mixed, [r"quantize: gptq int4 act_order=false on=layers\.1\.mlp\..*"],
         calibration=Calibration(rows, {"from": "random"}), log=messages.append,
     )  # fmt: skip
     assert [line for line in messages if "experts 5, 6" in line]

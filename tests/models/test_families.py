@@ -3,6 +3,7 @@
 Features that do not depend on the family are tested with Llama and GPT-2 elsewhere.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import jaxllm
 from jaxllm.cache import shift
@@ -55,11 +57,16 @@ def test_every_stage_equals_transformers(twin: Twin) -> None:
 
 def test_long_text_equals_transformers(twin: Twin) -> None:
     """Logits of 61 tokens equal transformers', beyond every window and beyond LongRoPE's original
-    context.
+    context. In float32 some processors take transformers to 0.8 of the bound by themselves.
     """
     ids = tokens(2, 61)
     found = jaxllm.forward(twin.model, twin.params, None, ids).logits
-    assert_close(found, twin.logits(ids))
+    exact = copy.deepcopy(twin.torch_model)
+    if not hasattr(exact.config, "num_experts_per_tok"):  # torch multiplies experts in float32 only
+        exact = exact.double()
+    with torch.no_grad():
+        logits_BTV = exact(torch.tensor(np.asarray(ids, np.int64))).logits
+    assert_close(found, logits_BTV.float().numpy())
 
 
 def test_longrope_switches_factors_past_original_context(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_self_extend_policy_requires_long_enough_model() -> None:
     model, params = random_model("llama", max_position_embeddings=97)
     options: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
     named = {**options, "lengths": (300,), "policies": ("self-extend",)}
-    with pytest.raises(ConfigError, match="requires the extended model"):
+    with pytest.raises(ConfigError, match="needs extended_model"):
         recall(model, params, encode, **named)
     short = build(model.config.with_self_extend(2, 9))
     with pytest.raises(CapacityError, match=r"got 300 tokens, expected at most 184\. .*groups"):
