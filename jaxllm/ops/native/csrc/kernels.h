@@ -59,12 +59,11 @@ struct Weight {
 };
 
 // Activations [rows, columns]. `rounded`: if weights are integers, these are too, with a step for
-// each group of columns, or 128 if rows have one scale: the same ones as round_to_int8 of weights/linear.py makes, bit for
-// bit.
-// Otherwise a product has float32 accuracy relative to the sum of its terms' magnitudes, whatever their
-// sizes: no input may lose bits because of a larger neighbor, nor a sum overflow that a scale would
-// prevent. `codes`: they are integers already, int8 from -127 to 127 (-128 counts as -127), which integer
-// weights multiply directly; if a row has one scale, the sum is exact, and scaled once.
+// each group of columns, or 128 if rows have one scale: the same ones as round_to_int8 of weights/linear.py makes, bit
+// for bit. Otherwise a product has float32 accuracy relative to the sum of its terms' magnitudes, whatever their sizes:
+// no input may lose bits because of a larger neighbor, nor a sum overflow that a scale would prevent. `codes`: they are
+// integers already, int8 from -127 to 127 (-128 counts as -127), which integer weights multiply directly; if a row has
+// one scale, the sum is exact, and scaled once.
 struct Input {
   const void* x;
   bool bf16;

@@ -30,9 +30,7 @@ struct Strips {
   int64_t size, width, blocks;  // bytes of a number; columns; of rounded ones
 
   Strips(const Weight& w, const Input& in)
-      : size(rounded(w, in) ? 1 : 2),
-        width(up(in.columns, 128)),
-        blocks(size == 1 ? width / step_columns(w) : 0) {}
+      : size(rounded(w, in) ? 1 : 2), width(up(in.columns, 128)), blocks(size == 1 ? width / step_columns(w) : 0) {}
   int64_t row_bytes() const { return width * size; }
   int64_t bytes() const { return kTile * (row_bytes() + 4 * blocks); }
 };

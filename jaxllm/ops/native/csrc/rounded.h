@@ -6,11 +6,11 @@
 namespace jaxllm {
 namespace {
 
-// 128 columns of an input row. Byte 64 h + j is that column (8-bit weights), or column 32 (j / 16) + 16 h + j % 16 (4-bit
-// weights, by the layout of their low and high bits). For each lane of four bytes (of low and high bits together) `step`
-// is the size of one step, and `bias` the contribution of the weights' offset, to be subtracted; for 4-bit weights with a
-// zero point, the contribution of each unit of it. If a row has one scale, the first register of `bias` is its total, and
-// steps are 2^24 times smaller, so that sums which are scaled last do not overflow.
+// 128 columns of an input row. Byte 64 h + j is that column (8-bit weights), or column 32 (j / 16) + 16 h + j % 16
+// (4-bit weights, by the layout of their low and high bits). For each lane of four bytes (of low and high bits
+// together) `step` is the size of one step, and `bias` the contribution of the weights' offset, to be subtracted; for
+// 4-bit weights with a zero point, the contribution of each unit of it. If a row has one scale, the first register of
+// `bias` is its total, and steps are 2^24 times smaller, so that sums which are scaled last do not overflow.
 template <int Lanes>
 struct alignas(64) Digits {
   int8_t digit[128];
@@ -166,8 +166,8 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
           if (Codes)
             exact[i + p][j] = t;
           else  // scaled first: steps may be so large that anything else overflows
-            total[i + p][j] = fma(kRow ? to_floats(t) : to_floats(t) * scale[p], load<Floats>(&in.step[v * kLanes]),
-                                  total[i + p][j]);
+            total[i + p][j] =
+                fma(kRow ? to_floats(t) : to_floats(t) * scale[p], load<Floats>(&in.step[v * kLanes]), total[i + p][j]);
         }
       }
     }
@@ -176,8 +176,7 @@ void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared
   for (int i = 0; i < O; i++) {
     const float scale = w.groups ? scale_at(w, o[i]) : 0;  // there is none without columns
     for (int j = 0; j < R; j++)
-      y[(r + j) * w.rows + o[i]] =
-          Codes ? float(exact_sum(exact[i][j])) * scale : sum(total[i][j]) * (scale * 0x1p24f);
+      y[(r + j) * w.rows + o[i]] = Codes ? float(exact_sum(exact[i][j])) * scale : sum(total[i][j]) * (scale * 0x1p24f);
   }
 }
 
