@@ -100,7 +100,7 @@ def _consecutive_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray
         count += len(ids)
         if spec.rows is not None and count >= spec.rows * width:
             break
-    _check_long_enough(count, width, spec.rows or 1)
+    _check_long_enough(count, width, spec.rows or 1, spec)
     rows = spec.rows or count // width
     return np.concatenate(parts)[: rows * width].reshape(-1, width)
 
@@ -116,7 +116,7 @@ def _random_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
     while len(rows) < spec.rows:
         if not len(pieces) or refused > 100 * spec.rows:  # the text is hardly longer than a row
             pieces = [np.concatenate([np.zeros(0, np.int32), *pieces])]
-            _check_long_enough(len(pieces[0]), width, 1)
+            _check_long_enough(len(pieces[0]), width, 1, spec)
             refused = 0
         number = int(rng.integers(len(pieces)))
         starts = len(pieces[number])
@@ -139,13 +139,13 @@ def _join_pieces(count: int, pieces: Pieces, number: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _check_long_enough(count: int, width: int, rows: int) -> None:
+def _check_long_enough(count: int, width: int, rows: int, spec: ChunkSpec) -> None:
     if not count:
         raise TokenError("calibration text is empty: it has no tokens")
     if count < width * rows:
         wanted = "one row" if rows == 1 else f"{rows:,} rows"
         raise TokenError(
-            f"calibration text is too short: got {count:,} tokens, {wanted} of {width:,} need"
+            f"calibration text is too short: got {count:,} tokens, {wanted} of {spec.width:,} need"
             f" {width * rows:,}. Use a longer text, or fewer or shorter rows"
         )
 
