@@ -173,7 +173,11 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if content is None and not (role == "assistant" and (calls or len(message) > 1)):
         raise invalid(f"{where}.content is missing", "messages")
-    plain = {**message, "content": content}
+    if content is None and not calls:  # templates take no null; what OpenAI's model refused is text
+        refusal = message.get("refusal")
+        content = refusal if isinstance(refusal, str) else ""
+    plain = {name: value for name, value in message.items() if value not in (None, [])}
+    plain["content"] = content
     if calls is not None and not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls must be a list, got {calls!r:.40}", "messages")
     if calls:

@@ -28,11 +28,16 @@ _BETWEEN = re.compile(r"\s*[;,]?\s*(?=\{)")  # two objects
 _MAY_CALL = re.compile(r"\s*(?:$|[\[{]|<(?:f|$)|[\w.-]+\s*(?:$|[\[{.(]))")
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _BUILT_IN = re.compile(r"([\w-]+)\.call\(\s*")
+_NEXT_CALL = re.compile(r"\s*;\s*")
 _KEYWORD = re.compile(r"(\w+)\s*=\s*")
 _NEXT_KEYWORD = re.compile(r"\s*,?\s*")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
-_PARAMETER_END = re.compile(r"\n?</parameter>\s*|(?=<parameter=|</function>)|\Z")
+# Values may hold such ends, and models may leave out the parameter's own.
+_PARAMETER_END = re.compile(
+    r"\n?</parameter>\s*|\n(?=<parameter=[^>\n]+>\n|</function>\s*(?:</tool_call>|<function=|\Z))"
+    r"|\Z"
+)
 _INTERPRETERS = ("python", "ipython", "code_interpreter")
 _JSON = json.JSONDecoder(strict=False)  # models write line ends within strings
 
@@ -178,11 +183,11 @@ class ToolText:
         if not found:
             return self._take(len(self._text)), []
         calls = [call for _, _, calls in found for call in calls]
-        content, ends = self._take(found[0][0]).rstrip(), [end for _, end, _ in found]
-        for begin, end in zip([*(begin for begin, _, _ in found[1:]), None], ends, strict=True):
+        said, content = bool(self._text[: self._sent].strip()), self._take(found[0][0]).rstrip()
+        begins = [*(begin for begin, _, _ in found[1:]), None]
+        for (_, end, _), begin in zip(found, begins, strict=True):
             between = self._show(self._text[end:begin]).strip()
-            content += "\n" * bool(between and self._sent) + between
-            self._sent += len(between)
+            content += "\n" * bool(between and (said or content)) + between
         return content, calls if self._parallel else calls[:1]
 
     def _take(self, end: int) -> str:
@@ -259,11 +264,12 @@ class ToolText:
         while function := _FUNCTION.match(text, at):
             at, arguments = function.end(), {}
             schema = _parameters(self._tools.get(function[1], {"function": {}}))
+            properties = schema.get("properties")
             while parameter := _PARAMETER.match(text, at):
                 end = _PARAMETER_END.search(text, parameter.end())
                 assert end is not None  # it matches at the end of the text
                 value, at = text[parameter.end() : end.start()], end.end()
-                inner = schema.get("properties", {}).get(parameter[1])
+                inner = properties.get(parameter[1]) if isinstance(properties, Mapping) else None
                 arguments[parameter[1]] = _as_typed(value, inner, schema)
             if not text.startswith("</function>", at):
                 raise ValueError("the function is not closed")
@@ -272,20 +278,25 @@ class ToolText:
         return calls, at
 
     def _read_python(self, at: int) -> Found:
-        """Read `NAME.call(KEY=VALUE, ...)`, or code for a tool that is an interpreter."""
-        text, code = self._text, self._text[at:]
-        if not (named := _BUILT_IN.match(text, at)):
+        """Read `NAME.call(KEY=VALUE, ...); ...`, or code for a tool that is an interpreter."""
+        text, code, calls = self._text, self._text[at:], list[Call]()
+        if not _BUILT_IN.match(text, at):
             name = next(name for name in (*_INTERPRETERS, None) if name in (*self._tools, None))
             if name is None:
                 raise ValueError("no tool takes code")
             return [_as_call({"name": name, "arguments": {"code": code}})], len(text)
-        at, arguments = named.end(), {}
-        while key := _KEYWORD.match(text, at):
-            arguments[key[1]], at = _JSON.raw_decode(text, key.end())
-            at = _after(_NEXT_KEYWORD, text, at)
-        if not text.startswith(")", at):
-            raise ValueError("the call is not closed")
-        return [_as_call({"name": named[1], "arguments": arguments})], at + 1
+        end = at
+        while named := _BUILT_IN.match(text, at):
+            at, arguments = named.end(), {}
+            while key := _KEYWORD.match(text, at):
+                arguments[key[1]], at = _JSON.raw_decode(text, key.end())
+                at = _after(_NEXT_KEYWORD, text, at)
+            if not text.startswith(")", at):
+                raise ValueError("the call is not closed")
+            calls.append(_as_call({"name": named[1], "arguments": arguments}))
+            end = at + 1
+            at = _after(_NEXT_CALL, text, end)
+        return calls, end
 
 
 def _read_objects(text: str, at: int) -> Found:

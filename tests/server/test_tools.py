@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from jaxllm.grammar import Grammar
+from jaxllm.server.openai_requests import read_conversation
 from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
+from jaxllm.text import ChatTemplate
 
 PARAMETERS = {
     "type": "object",
@@ -53,6 +55,14 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
     ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n"
      "<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>", "",
      [("weather", {"city": "7", "exact": True})]),
+    *(("parameters", f"<tool_call>\n<function=weather>\n<parameter=city>\n{value}\n</parameter>\n"
+       "<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>", "",
+       [("weather", {"city": value, "exact": True})])
+      for value in ("</function>1", "see <parameter=x> here", "a\n\nb\n")),
+    ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n<parameter=exact>\n"
+     "True\n</function>\n</tool_call>", "", [("weather", {"city": "Bonn", "exact": True})]),
+    ("llama", '<|python_tag|>weather.call(city="Bonn"); time.call(city="Ulm", days=2)', "", BOTH),
+    ("hermes", f"\n\n{HERMES}B", "B", [CALL]),
 ]  # fmt: skip
 
 
@@ -70,6 +80,34 @@ def test_calls_are_read_in_published_forms(case: int) -> None:
     style, text, content, calls = CASES[case]
     for step in (len(text), 1, 3, 7):
         assert read(text, step, style) == (content, calls)
+
+
+def test_tools_that_bind_nothing_are_not_read() -> None:
+    """A schema whose properties are no object neither fails nor types its values."""
+    text = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    for parameters in (None, {"properties": None}, {"properties": [1]}):
+        tools = [{"function": {"name": "f", "parameters": parameters}}]
+        assert read(text, 1, "parameters", tools=tools) == ("", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({"content": None, "reasoning_content": "Hm."}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": "Yes.", "tool_calls": None}, "Yes."),
+        ({"content": "Yes.", "tool_calls": [], "refusal": None}, "Yes."),
+    ],
+)
+def test_templates_get_texts_for_null(fields: Any, rendered: str) -> None:
+    """What clients send back of an answer without calls is a text, and has no calls."""
+    template = ChatTemplate(
+        "{{ 'a' + messages[0].content }}{% if 'tool_calls' in messages[0] %}calls{% endif %}"
+    )
+    user = {"role": "user", "content": "x"}
+    messages = read_conversation({"messages": [{"role": "assistant", **fields}, user]})["messages"]
+    assert template.render(messages) == "a" + rendered
 
 
 def test_single_call_where_parallel_is_off() -> None:
