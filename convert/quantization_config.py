@@ -116,7 +116,7 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {CONFIG_KEY
     method = data.get("quant_method")
     if method is None and {"group_size", "bits"} <= data.keys():
         raise ConfigError(
-            f"{where} has no quant_method, as MLX writes it, whose quantized checkpoints are not"
+            f"{where} has no quant_method: MLX writes such quantized checkpoints, which are not"
             " supported. Load the unquantized checkpoint"
         )
     if not isinstance(method, str) or method not in _METHODS:

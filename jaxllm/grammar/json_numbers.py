@@ -131,7 +131,7 @@ def _magnitudes(least: Bound, most: Bound | None, integer: bool) -> str:
 
 
 def _at_least(value: Decimal, strict: bool) -> str:
-    """Return a regex of the digits whose number is at least this one, or greater."""
+    """Return a regex of the numbers from this one up; strict: without it."""
     whole, fraction = _digits(value)
     size = len(whole)
     found = [f"[1-9][0-9]{{{size},}}{_ANY}"]
@@ -143,7 +143,7 @@ def _at_least(value: Decimal, strict: bool) -> str:
 
 
 def _at_most(value: Decimal, strict: bool) -> str:
-    """Return a regex of the digits whose number is at most this one, or less."""
+    """Return a regex of the numbers up to this one; strict: without it."""
     whole, fraction = _digits(value)
     size = len(whole)
     found = [f"[0-9]{{1,{size - 1}}}{_ANY}"] if size > 1 else []

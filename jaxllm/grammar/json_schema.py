@@ -137,7 +137,7 @@ def _simplify(schema: Any, root: Any) -> Any:
 
 
 def _place_names(schema: dict[str, Any], root: Any) -> None:
-    """Write a schema's propertyNames as properties or patternProperties, if that says the same."""
+    """Write a schema's propertyNames as an equivalent properties or patternProperties."""
     names = schema["propertyNames"]
     names = _follow(names, root)
     if names is True or (isinstance(names, Mapping) and _only(names, {"type"}, "string")):
@@ -224,7 +224,7 @@ class _Writer:
         pointer = schema.get("$ref")
         target = _at_pointer(self.root, pointer)
         if keywords == {"$ref"} and target is not None:
-            return self._shared(pointer, self.value, target, pointer[1:])
+            return self._share_rule(pointer, self.value, target, pointer[1:])
         for name in keywords & {"const", "enum"}:
             values = _constants(schema)
             if keywords <= {name, "type"} and values:
@@ -265,7 +265,7 @@ class _Writer:
         return self._new(" | ".join(names), terminal=True) if names else ""
 
     def _string(self, schema: Mapping[str, Any]) -> str | None:
-        """Return strings whose pattern looks around at its beginning only."""
+        """Return strings for a pattern with look-around at its beginning only."""
         split = _split_look_around(schema["pattern"])
         if split is None or schema.get("format", "email") != "email":
             return None
@@ -328,7 +328,7 @@ class _Writer:
             found = ['""'] if count >= low else []
             for n, text in enumerate(spelled if count < high else []):
                 more = taken | 1 << n
-                if more != taken and (rest := self._shared((mark, more), after, more)):
+                if more != taken and (rest := self._share_rule((mark, more), after, more)):
                     found.append(f"{self._comma if count else ''}{text} {rest}")
             return _either(found)
 
@@ -375,7 +375,7 @@ class _Writer:
 
         def rest(at: int, count: int) -> str:
             count = min(count, max(low, 1)) if high is None else count
-            return self._shared((mark, at, count), after, at, count)
+            return self._share_rule((mark, at, count), after, at, count)
 
         for at in range(len(items) - 50, 0, -50):  # so that the recursion is not deep
             rest(at, 0), rest(at, 1)
@@ -411,7 +411,7 @@ class _Writer:
                     " has: refer to $defs"
                 )
         text = json.dumps({**made, "x-guidance": self._options}, default=float)
-        return self._shared(text, f"%json {text}".__str__)
+        return self._share_rule(text, f"%json {text}".__str__)
 
     def _refuse(self, schema: Mapping[str, Any], place: str) -> str:
         """Leave a schema to llguidance, which refuses what it lacks by name, except numbers."""
@@ -448,7 +448,7 @@ class _Writer:
         self._bodies[name] = body
         return name
 
-    def _shared(self, key: Any, make: Callable[..., str], *arguments: Any) -> str:
+    def _share_rule(self, key: Any, make: Callable[..., str], *arguments: Any) -> str:
         """Return the name of a rule that is made once, "" if it has no texts."""
         if key not in self._names:
             self._names[key] = name = self._new("")

@@ -370,7 +370,7 @@ class ModelProcess:
             raise _ContextExceeded(len(prompt), self.context)
         new = options.get("max_new_tokens")
         options["max_new_tokens"] = room if new is None else min(new, room)
-        options |= self._read_token_lists(frame["extra"])
+        options |= self._read_token_lists(frame["extra"], options)
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):
@@ -412,20 +412,22 @@ class ModelProcess:
             return self.lm.encode(prompt, parse_special=True)
         return self.lm.encode(self.lm.tokenizer.encode(prompt, parse_special=True))
 
-    def _read_token_lists(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options for vLLM's `stop_token_ids` and `bad_words`."""
-        options: dict[str, Any] = {}
+    def _read_token_lists(
+        self, extra: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the options for vLLM's `stop_token_ids` and `bad_words`. options: the others."""
+        found: dict[str, Any] = {}
         if stops := extra.get("stop_token_ids"):
-            usual = self.lm.generation.get("eos_token_id")
+            usual = options.get("eos_token_id", self.lm.generation.get("eos_token_id"))
             ends = [usual] if isinstance(usual, int) else [*(usual or ())]
-            options["eos_token_id"] = [*ends, *token_list(stops, "stop_token_ids")]
+            found["eos_token_id"] = [*ends, *token_list(stops, "stop_token_ids")]
         if words := extra.get("bad_words"):
             if self.lm.tokenizer is None or not isinstance(words, list):
                 raise SamplingError(f"bad_words must be a list of texts, got {words!r:.60}")
             banned = [self.lm.tokenizer.encode(f"{space}{word.lstrip()}")
                       for word in map(str, words) for space in ("", " ")]  # fmt: skip
-            options["bad_words_ids"] = [ids for ids in banned if ids]
-        return options
+            found["bad_words_ids"] = [ids for ids in banned if ids]
+        return found
 
     def _encode_messages(self, frame: Frame) -> list[int]:
         if self.lm.tokenizer is None:

@@ -97,6 +97,9 @@ def read_chat(body: Body) -> GenerationCall:
         raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
     options = _read_options(body)
     options["max_new_tokens"] = _read_limit(body, None, 1)
+    if body.get("add_special_tokens"):
+        raise unsupported("add_special_tokens of a chat (its template adds them)",
+                          "add_special_tokens")  # fmt: skip
     tools = _read_tools(body)
     conversation = read_conversation(body)
     frame = {**conversation, "extra": _read_extra(body), "logprobs": logprobs, "tools": tools,
@@ -264,6 +267,8 @@ def _read_options(body: Body) -> dict[str, Any]:
     for name, what in _REFUSED.items():
         if body.get(name) and body[name] != ["text"]:
             raise unsupported(what, name)
+    if body.get("stop_token_ids") and body.get("ignore_eos"):
+        raise unsupported("stop_token_ids with ignore_eos", "stop_token_ids")
     if body.get("skip_special_tokens") is False:
         raise unsupported("skip_special_tokens=false", "skip_special_tokens")
     repetition = body.get("repeat_penalty", body.get("repetition_penalty"))
@@ -314,7 +319,7 @@ def _read_structure(body: Body) -> dict[str, Any]:
 
 
 def _read_flags(body: Body) -> dict[str, bool]:
-    """Return whether ends of text are ignored, and whether a prompt may be begun."""
+    """Return whether ends of text are ignored, and whether a prompt gets a begin-of-text token."""
     adds = body.get("add_special_tokens") is None or _boolean(body, "add_special_tokens")
     return {"ignore_eos": _boolean(body, "ignore_eos"), "add_special": adds}
 

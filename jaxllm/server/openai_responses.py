@@ -100,7 +100,7 @@ class Choice:
         self._calls: list[Json] = []
         self._finish: str | None = None
         self._shown: list[tuple[bytes, float, list[Any]]] = []
-        self._text_tokens: list[bytes] = []  # those of `_shown`, empty where they are no text
+        self._offsets = TextOffsets()  # of the tokens in `_shown`
         self._first_shown = 0
         self._begun = False
         self._shows_ids = shows_ids
@@ -112,10 +112,8 @@ class Choice:
         self._text = text
         if scored is None:
             return
-        self._text_tokens += [
-            token if is_text else b""
-            for token, is_text in zip(scored["tokens"], scored["is_text"], strict=True)
-        ]
+        for token, is_text in zip(scored["tokens"], scored["is_text"], strict=True):
+            self._offsets.push(token if is_text else b"")
         self._shown += [(scored["tokens"][0], float("nan"), [])]
         rows = zip(scored["tokens"][1:], scored["logprobs"], scored["top"], strict=True)
         self._shown += [(token, logprob, top) for token, logprob, top in rows]
@@ -126,7 +124,7 @@ class Choice:
         self._ids.append(token)
         if shown:
             self._shown.append((shown[1], shown[0], shown[2]))
-            self._text_tokens.append(shown[1] if shown[3] else b"")
+            self._offsets.push(shown[1] if shown[3] else b"")
         if self._tools is not None:
             piece = self._tools.push(piece)
         if finish is not None:
@@ -217,22 +215,29 @@ class Choice:
             "tokens": texts,
             "token_logprobs": [None if lp != lp else _number(lp) for _, lp, _ in new],
             "top_logprobs": [_top(*item, self._logprobs) for item in new],
-            "text_offset": _text_offsets(self._text_tokens, self._text)[first:],
+            "text_offset": self._offsets.within(self._text, first),
         }
 
 
-def _text_offsets(tokens: Sequence[bytes], text: str) -> list[int]:
-    """Return where each token begins in a text: at the character that it begins or is a part of.
+class TextOffsets:
+    """Where each token begins in a text: at the character that it begins or is a part of."""
 
-    Some tokenizers drop the first token's space.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets, found = [], ""
-    for token in tokens:
-        offsets.append(len(found))
-        found += decoder.decode(token)
-    dropped = found.startswith(" ") and not text.startswith(" ")
-    return [max(0, min(offset - dropped, len(text))) for offset in offsets]
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offsets: list[int] = []
+        self._length, self._begins_with_space = 0, False
+
+    def push(self, token: bytes) -> None:
+        """Add a token's part of the text."""
+        self._offsets.append(self._length)
+        text = self._decoder.decode(token)
+        self._begins_with_space |= not self._length and text.startswith(" ")
+        self._length += len(text)
+
+    def within(self, text: str, first: int) -> list[int]:
+        """Return the offsets of the tokens from `first` on. Some tokenizers drop a first space."""
+        dropped = self._begins_with_space and not text.startswith(" ")
+        return [max(0, min(at - dropped, len(text))) for at in self._offsets[first:]]
 
 
 def _make_call(call: Json, index: int) -> Json:

@@ -107,8 +107,7 @@ def serve(
             tokens of one as it begins with, unless the request has an adapter or edits.
         draft: As in `speculative_generate`: where all rows decode, each proposes tokens, and one
             pass of the model yields those that it would have drawn. It rests while the rows write
-            faster without it. Tokens and log-probabilities
-            have the same bits as without.
+            faster without it. Tokens and log-probabilities have the same bits as without.
         draft_tokens: Maximum number of tokens to propose per row and pass.
 
     Raises:
