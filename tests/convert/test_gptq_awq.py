@@ -177,7 +177,7 @@ def test_commands_accept_quantized_directories(
         ({"dynamic": {"+:.*mlp.*": {"bits": 8}}}, "dynamic sets options per module"),
         ({"rotation": "hadamard"}, "rotation is not supported"),
         ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' .*known: gptq, awq"),
-        ({"quant_method": None}, "has no quant_method, as MLX writes it"),
+        ({"quant_method": None}, "has no quant_method: MLX writes such"),
         ({"quant_method": "awq", "version": "gemv", "bits": 4}, "version must be 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, r"bits 8 is not supported \(known for awq: 4\)"),
         ({"quant_method": "awq", "desc_act": True}, "desc_act must be False"),
