@@ -55,6 +55,15 @@ _EMAIL = (  # without addresses in brackets and quotes, as llguidance has it
 )
 _MAX_SET = 8  # values of a set: it has a rule for each of their subsets
 _MAX_COUNTED = 64  # keys that are counted
+_FORMS = {  # what a keyword must be, by the standard; the others are checked where they are used
+    "a mapping of schemas": _BY_NAME,
+    "a list of schemas": ("allOf", "anyOf", "oneOf", "prefixItems"),
+    "a schema or a list of schemas": ("items", "additionalItems"),
+    "a schema": ("additionalProperties", "propertyNames", "not", "contains"),
+    "a list of texts": ("required",), "a text or a list of texts": ("type",), "a list": ("enum",),
+    "a whole number": ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
+                 "maxProperties"),
+}  # fmt: skip
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 
 
@@ -93,6 +102,13 @@ def schema_rules(schema: Any, whitespace: str, prefix: str = "json") -> tuple[st
 
 def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: bool) -> None:
     """Refuse keywords that llguidance takes although texts can then break them."""
+    for wanted, names in _FORMS.items():
+        for name in names:
+            if name in schema and not _has_form(schema[name], wanted):
+                raise GrammarError(
+                    f"the schema's {name} at {place}/{name} must be {wanted},"
+                    f" got {schema[name]!r:.60}"
+                )
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     listed_only = schema.get("additionalProperties") is False and "patternProperties" not in schema
     counted = isinstance(least, int) and isinstance(required, list) and not listed_only
@@ -112,6 +128,20 @@ def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: boo
                 f"the schema's {name} at {place}/{name} is not supported. Remove it, or $schema:"
                 " since 2019-09 it is a mere annotation"
             )
+
+
+def _has_form(value: Any, wanted: str) -> bool:
+    """Return whether a keyword's value has a form of `_FORMS`."""
+    kind: Any = str if wanted.endswith("texts") else Mapping | bool
+    lists = isinstance(value, list) and (
+        wanted == "a list" or all(isinstance(inner, kind) for inner in value)
+    )
+    if wanted == "a mapping of schemas":
+        return isinstance(value, Mapping) and all(isinstance(v, kind) for v in value.values())
+    if wanted == "a whole number":
+        return is_number(value) and 0 <= value < 2**63 and float(value).is_integer()
+    single = not wanted.startswith("a list") and isinstance(value, kind)
+    return single or ("list" in wanted and lists)
 
 
 def _simplify(schema: Any, root: Any) -> Any:

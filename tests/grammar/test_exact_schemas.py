@@ -204,3 +204,25 @@ def test_own_rules_mask_tokens() -> None:
         state = compiled.advance(state, token)
         assert state is not None
     assert compiled.is_complete(state)
+
+
+@pytest.mark.parametrize("keyword", [
+    "properties", "patternProperties", "$defs", "allOf", "anyOf", "oneOf", "prefixItems",
+    "additionalProperties", "propertyNames", "not", "required", "type", "enum", "minLength",
+    "maxItems", "minProperties",
+])  # fmt: skip
+def test_malformed_keyword_is_refused_by_name(keyword: str) -> None:
+    """What the standard's own schema of schemas refuses is an error that names the keyword (but
+    for empty lists, which some programs write).
+    """
+    values: list[Any] = [None, 5, 2**60, 1.5, {}, {"a": 5}, [[]], ["a", 5], [5], "x"]
+    refused = 0
+    for value in values:
+        schema = {"properties": {"q": {"type": "object", keyword: value}}}
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError:
+            refused += 1
+            with pytest.raises(GrammarError, match=re.escape(keyword)):
+                Grammar.json_schema(schema).complete("")
+    assert refused > 2
