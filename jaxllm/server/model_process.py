@@ -90,21 +90,16 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
     except (JaxllmError, OSError) as error:
         frames.send({"failed": str(error)})
         return
+    import jax
+
+    # From the start: with a request always open, compiling ahead never ends.
+    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
-    threading.Thread(target=_compile_ahead, args=(process, settings), daemon=True).start()
+    if settings.warms_up:
+        threading.Thread(target=process.warm_up, daemon=True).start()
     for frame in frames:
         process.receive(frame)
     os._exit(0)  # the HTTP process has ended: do not wait for running requests
-
-
-def _compile_ahead(process: "ModelProcess", settings: ModelSettings) -> None:
-    """Compile the usual programs while requests may come, then count what requests compile."""
-    import jax
-
-    if settings.warms_up:
-        with suppress(JaxllmError, RuntimeError):  # the server may be closed meanwhile
-            process.warm_up()
-    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
 
 
 class ModelProcess:
@@ -176,11 +171,13 @@ class ModelProcess:
 
         if self.lm.config.score is not None:  # it predicts no tokens
             return
-        if self._speculation:
-            plain = BackgroundServer(self.lm, **self._options)
-            self._warm_up(plain)
-            plain.close()
-        self._warm_up(self._server)
+        with suppress(JaxllmError, RuntimeError):  # the server may be closed meanwhile
+            if self._speculation:
+                plain = BackgroundServer(self.lm, **self._options)
+                self._warm_up(plain)
+                plain.close()
+            self._warm_up(self._server)
+            self._programs = 0  # these are no reason to forget any
 
     def _warm_up(self, server: "BackgroundServer") -> None:
         usual = (32, 64, 16, 128, 1, 2, 8, 256, 257)  # those of most prompts come first
