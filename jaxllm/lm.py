@@ -73,6 +73,7 @@ from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 if TYPE_CHECKING:  # imported where they are used: most processes do without
     from jaxllm.adapters.multi_lora import AdapterPaths
     from jaxllm.generation.background import BackgroundServer
+    from jaxllm.generation.batching.compile_ahead import LoopQuery
     from jaxllm.generation.serve import PreparedRequest
     from jaxllm.sharding import MeshSpec
 
@@ -257,7 +258,7 @@ class LM:
 
     def serve(
         self,
-        requests: "Iterable[Mapping[str, Any] | PreparedRequest | None]",
+        requests: "Iterable[Mapping[str, Any] | PreparedRequest | LoopQuery | None]",
         *,
         rows: int = 8,
         capacity: int | None = None,

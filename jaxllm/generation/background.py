@@ -8,13 +8,15 @@ import asyncio
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.errors import ClosedError, JaxllmError, OverloadError
+from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery, keep_shapes
 from jaxllm.generation.completion import Completion, StreamChunk
+from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.serve import PreparedRequest
 
 
@@ -23,7 +25,11 @@ class ServingModel(Protocol):
 
     def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest: ...
     def serve(
-        self, requests: Iterable[PreparedRequest | None], *, rows: int, capacity: int | None
+        self,
+        requests: Iterable[PreparedRequest | LoopQuery | None],
+        *,
+        rows: int,
+        capacity: int | None,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]: ...
 
 
@@ -61,6 +67,7 @@ class BackgroundServer:
         self._options = {"rows": rows, "capacity": capacity, **options}
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._waiting: deque[_Pending] = deque()
+        self._queries: deque[LoopQuery] = deque()
         self._running: dict[int, _Pending] = {}  # changed by the thread only
         self._change = threading.Condition()  # guards what follows and the queue
         self._closed = False
@@ -86,19 +93,28 @@ class BackgroundServer:
             with self._change:
                 self._check_open(len(prepared.prompt))
                 self._waiting.append(_Pending(prepared, future, on_start))
-                self._change.notify()
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name="jaxllm-serve", daemon=True
-                    )
-                    self._thread.start()
+                self._wake()
         except Exception as error:
             future.set_exception(error)
         return future
 
-    def hold(self) -> AbstractContextManager[Any]:
-        """Return a block in which no request starts, so that those submitted start together."""
-        return self._change
+    def _wake(self) -> None:
+        self._change.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="jaxllm-serve", daemon=True)
+            self._thread.start()
+
+    def find_loop(self, samplers: Sequence[Sampler]) -> "Future[Loop]":
+        """Return the loop with the shapes of its state, which then has samplers of these kinds.
+
+        For `compile_ahead`. A server that is closed or ends does not answer.
+        """
+        future: Future[Loop] = Future()
+        query = LoopQuery(samplers, lambda loop: future.set_result(keep_shapes(loop)))
+        with self._change:
+            self._queries.append(query)
+            self._wake()
+        return future
 
     async def stream(
         self, request: Mapping[str, Any], *, on_start: Callable[[], Any] | None = None
@@ -197,13 +213,17 @@ class BackgroundServer:
             for pending in failed:
                 pending.future.set_exception(failure)
 
-    def _next_requests(self) -> Iterator[PreparedRequest | None]:
+    def _next_requests(self) -> Iterator[PreparedRequest | LoopQuery | None]:
         """Yield queued requests; None if the queue is empty and others run. Wait if none run."""
         number = 0
         while True:
+            while self._queries:
+                yield self._queries.popleft()
             with self._change:
-                if not self._waiting and not self._running and not self._closed:
+                if not (self._waiting or self._running or self._queries or self._closed):
                     self._change.wait(self._idle_seconds)
+                if self._queries:
+                    continue
                 if not self._waiting:
                     if not self._running and (self._closed or self._idle_seconds is not None):
                         self._thread = None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError, as_request_error
+from jaxllm.generation.batching.compile_ahead import LoopQuery
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.completion import (
@@ -148,7 +149,7 @@ class _ActiveRequest:
 
 def answer_requests(
     lm: LanguageModel,
-    requests: Iterable[Mapping[str, Any] | PreparedRequest | None],
+    requests: Iterable[Mapping[str, Any] | PreparedRequest | LoopQuery | None],
     read_prompt: ReadPrompt,
     *,
     rows: int,
@@ -164,13 +165,13 @@ def answer_requests(
     active: dict[Hashable, _ActiveRequest] = {}
     names: dict[Hashable, Any] = {}
 
-    def open_requests() -> Iterator[Request | RejectedRequest | None]:
+    def open_requests() -> Iterator[Request | RejectedRequest | LoopQuery | None]:
         if not isinstance(requests, Iterable):
             raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
         default, numbers = _RequestIds(), itertools.count()
         for request in requests:
-            if request is None:  # nothing waiting: not a request, so no number
-                yield None
+            if request is None or isinstance(request, LoopQuery):  # no request, so no number
+                yield request
                 continue
             number = next(numbers)
             names[number] = default.assign_id(request, number)

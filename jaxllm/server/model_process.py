@@ -6,7 +6,6 @@ scores) runs in a thread of its own, a piece of each request in turn.
 """
 
 import dataclasses
-import itertools
 import os
 import signal
 import socket
@@ -36,7 +35,6 @@ from jaxllm.server.frames import FrameSocket
 from jaxllm.server.tools import MARKS, find_style, tool_grammar
 
 if TYPE_CHECKING:
-    from jaxllm.generation.background import BackgroundServer
     from jaxllm.generation.completion import Completion, StreamChunk
     from jaxllm.generation.loops.prompt_lookup import PromptLookup
     from jaxllm.lm import LM
@@ -46,6 +44,7 @@ PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
 IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
+_USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
                     "assistant_model", "overflow", "adapter", "top_logprobs", "chunk",
@@ -139,7 +138,7 @@ class ModelProcess:
             list(lm.serve([], **self._options, **self._speculation))  # checks them
         self._server = BackgroundServer(
             lm, **self._options, **self._speculation,
-            max_waiting=settings.max_waiting + self.rows,  # `warm_up` takes up to as many places
+            max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
@@ -164,37 +163,21 @@ class ModelProcess:
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
-        Each is compiled by a short run, while no client's request is open. With a draft, also those
-        without: beside a prompt, rows decode one token per step.
+        Nothing runs, and none is begun while a client's request is open.
         """
-        from jaxllm.generation.background import BackgroundServer
+        from jaxllm.generation.batching.compile_ahead import compile_ahead
 
         if self.lm.config.score is not None:  # it predicts no tokens
             return
-        with suppress(JaxllmError, RuntimeError):  # the server may be closed meanwhile
-            if self._speculation:
-                plain = BackgroundServer(self.lm, **self._options)
-                self._warm_up(plain)
-                plain.close()
-            self._warm_up(self._server)
-            self._programs = 0  # these are no reason to forget any
-
-    def _warm_up(self, server: "BackgroundServer") -> None:
-        usual = (32, 64, 16, 128, 1, 2, 8, 256, 257)  # those of most prompts come first
-        widths = [n for n in usual if n + 2 <= self.context]
-        counts = [n for n in (1, 4, 16, 64) if n <= self.rows]
-        for count, length in itertools.product(counts, widths):
-            if count > 1 and length not in (2, 8):
-                continue
-            for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
-                request = {"prompt": [0] * length, "max_new_tokens": 2 + 16 * (count > 1)}
-                request |= {"namespace": "warm-up", "on_chunk": bool, **options}
-                while self._cancelled:  # requests of clients come first
-                    time.sleep(IDLE_CHECK_S)
-                with server.hold():
-                    running = [server.submit(request) for _ in range(count)]
-                for answer in running:
-                    answer.result()
+        requests = [{"prompt": [0], **options} for options in _USUAL_OPTIONS]
+        usual = [self.lm.prepare_request(request).config.sampler for request in requests]
+        loop = self._server.find_loop(usual).result()
+        adapter = self.lm.adapter_index(None) if self.lm.adapters else None
+        size = None if self._prefix_cache is None else self._prefix_cache.chunk
+        for _ in compile_ahead(loop, adapter, size):
+            while self._cancelled:  # requests of clients come first
+                time.sleep(IDLE_CHECK_S)
+        self._programs = 0  # these are no reason to forget any
 
     def _describe_cache(self) -> Frame:
         if self._prefix_cache is None:

@@ -156,6 +156,33 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(cleared) == 2
 
 
+def test_warm_up_compiles_what_requests_need(
+    shallow: Any, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs before the first request, and requests of many lengths, alone and together, then
+    compile nothing.
+    """
+    lm = jaxllm.load(shallow("llama"))
+    frames = _Frames()
+    process = ModelProcess(lm, ModelSettings(rows=4), frames)  # type: ignore[arg-type]
+    monkeypatch.setattr("jaxllm.generation.batching.scheduler.run_microbatch", None)
+    process.warm_up()
+    monkeypatch.undo()
+    before = len(compiled)
+    assert before
+    for number, words in enumerate((1, 2, 4, 6, 9, 20, 40, 60, 80, 100), 1):
+        options = {"max_new_tokens": 3, "seed": 0, "temperature": number % 2}
+        prompt = f"{number} " + "Once upon " * words
+        process.receive({**GENERATE, "id": number, "prompt": prompt, "options": options})
+        frames.wait_for(partial(is_end, number))
+    for number in range(11, 17):
+        options = {"max_new_tokens": 12, "seed": 0}
+        process.receive({**GENERATE, "id": number, "prompt": f"{number}", "options": options})
+    for number in range(11, 17):
+        frames.wait_for(partial(is_end, number))
+    assert compiled[before:] == []
+
+
 @pytest.mark.more
 def test_warm_up_compiles_what_drafted_requests_need(
     shallow: Any, compiled: list[str], monkeypatch: pytest.MonkeyPatch

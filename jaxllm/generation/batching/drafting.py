@@ -124,7 +124,7 @@ def catch_up(
         return draft, ran
     end_B = np.full(cache.batch, cache.capacity, np.int32)
     end_B[[run.rows[0] for run in runs]] = [run.position_T[0] for run in runs]
-    cache = cache.replace(tail=_cut_rows(cache.tail, None, end_B))
+    cache = cache.replace(tail=cut_rows(cache.tail, None, end_B))
     for group in split_microbatches(runs, sum(run.index_T.size for run in runs), alone=ALONE):
         places, _ = pack_microbatch(group, cache.batch, few_rows=True)
         _, cache, _ = run_microbatch(draft.source, draft.params, cache, places, donate=True)
@@ -152,7 +152,7 @@ def propose_tokens(
     if isinstance(source, PromptLookup):
         return look_up_draft(context, source.ngram, width), tail
     assert tail is not None and params is not None
-    tail = _cut_rows(tail, row_R, context.length_B - 2)
+    tail = cut_rows(tail, row_R, context.length_B - 2)
 
     def draft_token(carry: Any, new: int) -> Any:
         """Run the last `new` tokens; draw the next one."""
@@ -183,7 +183,7 @@ def propose_tokens(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _cut_rows(tail: Segment, row_R: jax.Array | None, end_R: jax.Array) -> Segment:
+def cut_rows(tail: Segment, row_R: jax.Array | None, end_R: jax.Array) -> Segment:
     """Remove the tokens of rows from a position on."""
     position_RS = take_rows(tail.position_BS, row_R)
     cut_RS = jnp.where(position_RS < end_R[:, None], position_RS, EMPTY)

@@ -57,6 +57,26 @@ def run_burst(
     model: Model, params: Params, state: ServeState, burst: int, rounds: int, few_rows: bool
 ) -> tuple[ServeState, list[StepSamples]]:
     """Run several steps in one call, if all rows decode; stop when a row ends."""
+    at, arguments = burst_arguments(model, params, state, burst, rounds, few_rows)
+    done, results, tails, context, samplers = decode_burst(*arguments)
+    count, arrays = to_host((done, results))
+    steps = [
+        {row: read_sampled(arrays, (i, j, r)) for row, r in at.items() if arrays.valid_B[i, j, r]}
+        for i in range(count)
+        for j in range(state.draft.width + 1)
+    ]
+    return state._replace(
+        cache=state.cache.replace(tail=tails[0]),
+        context=context,
+        samplers=dict(zip(state.samplers, samplers, strict=True)),
+        draft=state.draft.with_tail(tails[1]),
+    ), steps
+
+
+def burst_arguments(
+    model: Model, params: Params, state: ServeState, burst: int, rounds: int, few_rows: bool
+) -> tuple[dict[int, int], tuple[Any, ...]]:
+    """Return the place of each row in a burst, and the arguments of `decode_burst`."""
     rows, seats, draft = state.cache.batch, state.active, state.draft
     R = min(bucket_rows(len(seats)), rows) if few_rows else rows
     row_R = None
@@ -71,7 +91,7 @@ def run_burst(
         ids = pad_eos_ids(seat.request.eos_token_ids)
         limit_R[at[row]] = seat.prompt_T.size + seat.request.max_new_tokens
         eos_RE[at[row], : ids.size] = ids
-    done, results, tails, context, samplers = decode_burst(
+    return at, (
         (state.cache.tail, draft.tail),
         state.context,
         tuple(state.samplers.values()),
@@ -89,18 +109,6 @@ def run_burst(
         top_width(model, seats),
         state.edits,
     )
-    count, arrays = to_host((done, results))
-    steps = [
-        {row: read_sampled(arrays, (i, j, r)) for row, r in at.items() if arrays.valid_B[i, j, r]}
-        for i in range(count)
-        for j in range(draft.width + 1)
-    ]
-    return state._replace(
-        cache=state.cache.replace(tail=tails[0]),
-        context=context,
-        samplers=dict(zip(state.samplers, samplers, strict=True)),
-        draft=draft.with_tail(tails[1]),
-    ), steps
 
 
 @partial(jax.jit, static_argnums=(3, 10, 11, 14), donate_argnums=(0, 1, 2))

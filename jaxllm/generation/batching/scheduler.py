@@ -7,7 +7,7 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from jaxllm.generation.batching.batched_sampling import (
     fit_sampler,
     stack_sampler,
 )
+from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
 from jaxllm.generation.batching.drafting import NO_DRAFT, DraftSource, open_draft
 from jaxllm.generation.batching.multi_step import plan_rounds, run_burst
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store, read_prefix
@@ -70,7 +71,7 @@ _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many 
 def serve(
     model: Model,
     params: Params,
-    requests: Iterable[Request | RejectedRequest | None],
+    requests: Iterable[Request | RejectedRequest | LoopQuery | None],
     *,
     rows: int = 8,
     capacity: int = 1024,
@@ -130,6 +131,7 @@ def serve(
     its = open_draft(draft, draft_tokens, model, params, cache)
     now = ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
     source, more, pace = iter(requests), True, DraftPace()
+    vocab = model.config.vocab_size
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or now.active:
         while more and len(now.active) < rows:
@@ -140,6 +142,11 @@ def serve(
                 break
             if request is None:
                 break
+            if isinstance(request, LoopQuery):
+                fitted = [fit_sampler(x, vocab, capacity + 1) for x in request.samplers]
+                now = _add_samplers(now, dict(fitted))
+                request.reply(Loop(model, params, now, chunk, burst, store.multiple, few_rows))
+                continue
             if isinstance(request, RejectedRequest):
                 yield Event(request.id, None, None, None, request.error, step)
                 continue
@@ -241,13 +248,13 @@ def _admit_request(
     key = row_keys(request.seed, 1)[0]
     places = state.context.token_BL.shape[1]
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
+    state = _add_samplers(state, {kind: sampler})
     row = min(set(range(rows)) - set(state.active))
     token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
-    stacked = state.samplers[kind] if kind in state.samplers else stack_sampler(sampler, rows)
     position_BS, context, stacked = fill_row(
         state.cache.tail.position_BS,
         state.context,
-        stacked,
+        state.samplers[kind],
         np.int32(row),
         (token_L, np.int32(prompt_T.size), key),
         sampler,
@@ -262,7 +269,7 @@ def _admit_request(
     return state._replace(
         cache=read_prefix(cache, row, prefix),
         context=context,
-        samplers=_add_sampler(state, kind, stacked),
+        samplers={**state.samplers, kind: stacked},
         active=active,
         edits=stack_rows(edited, rows),
     )
@@ -339,12 +346,13 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
     return [run for run in runs if run.index_T.size]
 
 
-def _add_sampler(state: ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
-    """Return the samplers by kind with one more. Each set and order of kinds compiles a program:
-    so unused ones are dropped once there are many, and the order is not that of arrival.
+def _add_samplers(state: ServeState, samplers: Mapping[Hashable, Sampler]) -> ServeState:
+    """Return the state with these samplers by kind. Each set and order of kinds compiles a
+    program: so unused ones are dropped once there are many, and the order is not that of arrival.
     """
-    samplers = {**state.samplers, kind: stacked}
+    held, rows = dict(state.samplers), state.cache.batch
+    held |= {kind: stack_sampler(one, rows) for kind, one in samplers.items() if kind not in held}
     if len(state.samplers) >= _MAX_KINDS:
-        used = {kind, *(seat.kind for seat in state.active.values())}
-        samplers = {name: sampler for name, sampler in samplers.items() if name in used}
-    return {name: samplers[name] for name in sorted(samplers, key=str)}
+        used = {*samplers, *(seat.kind for seat in state.active.values())}
+        held = {kind: stacked for kind, stacked in held.items() if kind in used}
+    return state._replace(samplers={kind: held[kind] for kind in sorted(held, key=str)})

@@ -236,6 +236,21 @@ def run_microbatch(
     return out, cache.replace(frozen=(shared,)), {}
 
 
+def compile_microbatch(
+    model: Model, params: Params, cache: KVCache, microbatch: Microbatch
+) -> jax.ShapeDtypeStruct:
+    """Compile what `run_microbatch` runs in place, without running it; return its output's shape.
+
+    cache: arrays or their shapes. No entries are shared.
+    """
+    lowered = _RUN_OWN[True].lower(
+        cache.tail, cache.frozen, model, params, microbatch, None, "logits"
+    )
+    lowered.compile()
+    out = lowered.out_info[0]
+    return jax.ShapeDtypeStruct(out.shape, out.dtype)
+
+
 def run_own_slots(
     tail: Segment,
     pool: tuple[Segment, ...],

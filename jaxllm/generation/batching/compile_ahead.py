@@ -1,0 +1,148 @@
+"""Compile the programs of a serving loop before requests need them, without running them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.cache.prefix_cache import cut_chunk, write_chunk
+from jaxllm.generation.batching.batched_sampling import draw, fill_row
+from jaxllm.generation.batching.drafting import cut_rows
+from jaxllm.generation.batching.multi_step import burst_arguments, decode_burst
+from jaxllm.generation.batching.prefix_store import Prefix
+from jaxllm.generation.batching.requests import Request
+from jaxllm.generation.batching.seats import ActiveRequest, ServeState, kind_mask
+from jaxllm.generation.batching.slots import (
+    TokenRun,
+    compile_microbatch,
+    pack_microbatch,
+)
+from jaxllm.generation.sampling.sampler import Sampler, row_keys
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params
+
+_NOTHING_RAN = Prefix(0, 0, None, [], 0, [], 0)
+
+
+class Loop(NamedTuple):
+    """A serving loop: its model, its state, and the arguments of `serve`.
+
+    chunk, multiple: the most prompt tokens of a step, and of what number the first ones are a
+    multiple (`PrefixStore`). few_rows: whether shapes do not change bits.
+    """
+
+    model: Model
+    params: Params
+    state: ServeState
+    chunk: int
+    burst: int
+    multiple: int
+    few_rows: bool
+
+
+class LoopQuery(NamedTuple):
+    """Takes the place of a request: calls `reply` with the loop, whose state then has samplers of
+    these kinds. The state's arrays must not be kept: the loop writes them in place.
+    """
+
+    samplers: Sequence[Sampler]
+    reply: Callable[[Loop], Any]
+
+
+def keep_shapes(loop: Loop) -> Loop:
+    """Return the loop with the shapes of its state's arrays."""
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = loop.state
+    cache, context, samplers, tail = jax.tree.map(
+        shape, (state.cache, state.context, list(state.samplers.values()), state.draft.tail)
+    )
+    state = state._replace(
+        cache=cache,
+        context=context,
+        samplers=dict(zip(state.samplers, samplers, strict=True)),
+        draft=state.draft.with_tail(tail),
+    )
+    return loop._replace(state=state)
+
+
+def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> Iterator[None]:
+    """Compile the programs of usual requests, those that are used first before others; yield after
+    each.
+
+    loop: with the shapes of its state (`keep_shapes`). adapter: as in `Request`. chunk_size: of the
+    prefix cache, if there is one.
+    """
+    state, rows = loop.state, loop.state.cache.batch
+    key, number = row_keys(0, 1)[0], np.int32(0)
+    text_L = np.zeros(state.context.token_BL.shape[1], np.int32)
+    for stacked in state.samplers.values():
+        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+        places = (state.cache.tail.position_BS, state.context, stacked, number)
+        fill_row.lower(*places, (text_L, number, key), sampler).compile()
+    if chunk_size is not None and chunk_size <= state.cache.capacity:
+        cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
+        cut.compile()
+        write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
+    yield
+    chunk = loop.multiple if loop.multiple > 1 else loop.chunk
+    usual = (32, 1, 64, 16, 128, 8, 256)
+    widths = [n for n in usual if n <= min(chunk, state.cache.capacity)]
+    counts = [n for n in (1, 4, 16, 64, 256) if n <= rows]
+    for count in counts:
+        for width in widths if count == 1 else (1, 8):
+            if width == 1 or count == 1 or loop.multiple == 1:
+                yield from _compile_step(loop, count, width, adapter)
+    if state.draft.width:
+        for count in counts:
+            yield from _compile_burst(loop, count, adapter)
+
+
+def _make_seats(loop: Loop, count: int, adapter: int | None) -> ServeState:
+    """Return the state of a loop with requests that have run a token in the first rows."""
+    request = Request(id=0, prompt=[0], max_new_tokens=1, adapter=adapter, eos_token_ids=(0,))
+    kind = next(iter(loop.state.samplers))
+    prompt_T = np.zeros(1, np.int32)
+    seat = ActiveRequest(request, prompt_T, kind, _NOTHING_RAN, num_run=1, tokens=[0])
+    return loop.state._replace(active=dict.fromkeys(range(count), seat))
+
+
+def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> Iterator[None]:
+    """Compile a step of `count` rows with so many tokens each, and the draw after it."""
+    state = _make_seats(loop, count, adapter)
+    at_T = np.arange(width)
+    runs = [
+        TokenRun((row,), at_T, at_T, at_T, at_T, at_T == width - 1, width, adapter)
+        for row in range(count)
+    ]
+    places, at = pack_microbatch(runs, state.cache.batch, few_rows=loop.few_rows)
+    places = places.replace(edits=state.edits)
+    out = compile_microbatch(loop.model, loop.params, state.cache, places)
+    yield
+    kind_KR = kind_mask(state, dict(enumerate(at)), out.shape[0])
+    samplers = tuple(state.samplers.values())
+    draw.lower(state.context, samplers, kind_KR, out, places.row_R, 0).compile()
+    yield
+    draft = state.draft
+    if isinstance(draft.source, Model) and count == 1:
+        assert draft.cache is not None and draft.params is not None
+        end_B = np.zeros(state.cache.batch, np.int32)
+        cut_rows.lower(draft.cache.tail, None, end_B).compile()
+        runs = [run._replace(output_T=at_T < 0, adapter=None) for run in runs]
+        places, _ = pack_microbatch(runs, state.cache.batch, few_rows=True)
+        compile_microbatch(draft.source, draft.params, draft.cache, places)
+        yield
+
+
+def _compile_burst(loop: Loop, count: int, adapter: int | None) -> Iterator[None]:
+    """Compile the loop in which `count` rows decode."""
+    state = _make_seats(loop, count, adapter)
+    _, arguments = burst_arguments(
+        loop.model, loop.params, state, loop.burst, loop.burst, loop.few_rows
+    )
+    decode_burst.lower(*arguments).compile()
+    yield
