@@ -15,14 +15,16 @@ class JaxllmError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows instead of the traceback: the error, and the line of the cell.
 
-        IPython calls this hook, and keeps the traceback for `traceback.print_last`.
+        IPython calls this hook, and keeps the error in `sys.last_value`. (In some releases of
+        Python 3.12 and 3.13, `traceback.print_last` prints nothing.)
         """
         lines = [f"{type(self).__name__}: {self}"]
         for frame, number in traceback.walk_tb(self.__traceback__):
             if frame.f_globals.get("__name__") == "__main__":
                 source = linecache.getline(frame.f_code.co_filename, number).strip()
                 lines[1:] = [f"  line {number} of the cell: {source}"]
-        return [*lines, "  Its traceback: import traceback; traceback.print_last()"]
+        show = "import sys, traceback; traceback.print_exception(sys.last_value)"
+        return [*lines, f"  Its traceback: {show}"]
 
 
 class ConfigError(JaxllmError):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -331,11 +332,18 @@ def document_options(function: Function) -> Function:
         f" {row.meaning[0].upper()}{row.meaning[1:]}."
         for name, row in OPTIONS.items()
     )
+    docstring = function.__doc__ or ""
+    place = re.search(r"^ +(?=OPTIONS$)", docstring, re.MULTILINE)
+    indent = "" if place is None else place[0]  # Python 3.13 removes what all lines have
     wrapper = textwrap.TextWrapper(
-        width=100, initial_indent=" " * 12, subsequent_indent=" " * 16, break_long_words=False
+        width=100,
+        initial_indent=indent,
+        subsequent_indent=indent + " " * 4,
+        break_long_words=False,
     )
     lines = map(wrapper.fill, rows)
-    function.__doc__ = (function.__doc__ or "").replace("            OPTIONS", "\n".join(lines))
+    if place is not None:
+        function.__doc__ = docstring.replace(f"{indent}OPTIONS", "\n".join(lines))
     named = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
     named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in OPTIONS]
     function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
