@@ -55,12 +55,13 @@ from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
 from jaxllm.models import FAMILIES, build
 from jaxllm.ops import compile_cache
+from jaxllm.ops.target import is_accelerator
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype, check_token_ids
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.formats import as_weight
+from jaxllm.weights.formats import as_weight, for_accelerator
 from jaxllm.weights.load import NotLocal
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, flatten, map_leaves
@@ -651,6 +652,8 @@ def load(
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as the NaN scan
         reading = beside.submit(read_text_assets, opened)
         params = native.load_params(opened, precision, placer=into, show_progress=show_progress)
+    if into is None and is_accelerator():
+        params = for_accelerator(params)
     texts = reading.result()
     leaves = (leaf for _, leaf in flatten(params))
     if int8_inputs and not any(getattr(x, "supports_int8_inputs", False) for x in leaves):

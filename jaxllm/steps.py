@@ -40,6 +40,7 @@ from jaxllm.models.inputs import (
     is_concrete,
     next_positions,
 )
+from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import (
     check_edits,
     check_read,
@@ -227,6 +228,7 @@ def decode_step(
     names = check_read(model, read)
     checked = check_edits(model, edits, cache.batch, 1, cache.slots + 1)
     cache = label_cache(cache, checked)
+    model = promise_packed(model, cache)
     return _run_compiled(
         DECODE_STEP[donate], cache, model, params, tokens_BT, positions_BT, checked,
         attention_mass, names,
@@ -333,6 +335,8 @@ def _prefill_passes(
     check_usable(cache)
     chunk = check_int("chunk", chunk, 1, error=TokenError)
     tokens_BT = as_array("tokens", tokens_BT)
+    if positions_BT is None:
+        model = promise_packed(model, cache)
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")

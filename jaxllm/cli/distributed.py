@@ -92,7 +92,7 @@ def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
     from jaxllm.ops import native
 
     versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    switches = {k: v for k, v in sorted(os.environ.items()) if k in ("XLA_FLAGS", "JAXLLM_PALLAS")}
+    switches = {k: v for k, v in sorted(os.environ.items()) if k == "XLA_FLAGS"}
     return {
         "jaxllm": __version__,
         **versions,

@@ -23,7 +23,9 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.lm import LM
 from jaxllm.models import get_family
 from jaxllm.models.moe import max_read_fraction
+from jaxllm.models.packing import promise_packed
 from jaxllm.ops import native
+from jaxllm.ops.target import Program
 from jaxllm.steps import StepOutput, prefill, run_and_commit
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten
@@ -156,10 +158,11 @@ def prepare_run(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     start = run_prefill(new_cache(), donate=True).cache if test.depth else new_cache()
     token_SB = generator.integers(0, vocabulary, (test.decode, batch)).astype(np.int32)
 
-    return lambda: jax.block_until_ready(_decode(lm.model, lm.params, start, token_SB))
+    model = promise_packed(lm.model, start)
+    return lambda: jax.block_until_ready(_decode(model, lm.params, start, token_SB))
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(Program, static_argnums=0)
 def _decode(model: Model, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
     """Decode given tokens step by step in one loop, as `generate` does; return maximum logits."""
 

@@ -30,9 +30,14 @@ def find_folder_problem(folder: Path) -> str:
         return error.strerror or str(error)
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         return "another user may write there"
-    if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
-        return "it holds something other than regular files of this user"
+    if any(f.st_uid != found.st_uid or not _is_plain(f.st_mode) for f in files):
+        return "it holds something other than files and folders of this user"
     return "" if os.access(folder, os.W_OK) else "it is not writable"
+
+
+def _is_plain(mode: int) -> bool:
+    """Whether it is a file, or a folder (XLA's measurements of a GPU) that others cannot change."""
+    return stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not mode & 0o022)
 
 
 def _processor_id() -> str:

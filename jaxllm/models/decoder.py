@@ -272,12 +272,15 @@ class Decoder(Model, nn.Module):
         layers: Name of the layers, without their number.
         token_table: Name of the embedding table.
         remat, runner: See `layers.run_blocks`.
+        packed: A promise about the caches and tokens that it is given, as in `ops.attend`
+            (`steps.promise_packed`).
     """
 
     config: ModelConfig
     precision: Precision
     remat: bool = False
     runner: LayerRunner | None = None
+    packed: bool = False
 
     block: ClassVar[type[nn.Module]] = Block
     layers: ClassVar[str] = "layers"
@@ -322,7 +325,7 @@ class Decoder(Model, nn.Module):
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
         told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, branches)
-        scope = AttentionContext(position_BT, segments, *told, edits, read)
+        scope = AttentionContext(position_BT, segments, *told, edits, read, self.packed)
         visit, scale = scope.visitor(None), c.embedding_scale
         x = visit("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
         places = self.embed_positions(position_BT)

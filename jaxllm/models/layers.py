@@ -85,6 +85,7 @@ class AttentionContext(NamedTuple):
         row_B: int32, which row of the segments each row of tokens reads; None: its own.
         branches: The nodes of a tree that each row attends to after the cache; None: no tree.
         edits, read: What to change, and the sites to record in every layer.
+        packed: As in `ops.attend`.
     """
 
     position_BT: jax.Array
@@ -99,6 +100,7 @@ class AttentionContext(NamedTuple):
     branches: Branches | None = None
     edits: Edits = NO_EDITS
     read: frozenset[str] = frozenset()
+    packed: bool = False
 
     def visitor(self, layer: int | None) -> Visitor:
         """Return the visitor of a layer's sites; None: of the model's."""
@@ -315,7 +317,8 @@ def _attend_dense(
     if mask_BTS is not None:
         return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
     rules: Any = {"scale": scale, "window": window, "cap": cap}
-    return ops.attend(q, at, parts, **rules, mass=scope.mass, row_B=scope.row_B)
+    packed = scope.packed and scope.branches is None
+    return ops.attend(q, at, parts, **rules, mass=scope.mass, row_B=scope.row_B, packed=packed)
 
 
 def _head_outputs(

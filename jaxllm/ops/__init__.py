@@ -6,7 +6,7 @@ activations. pooling: sentence embeddings. compressive: Infini-attention's memor
 grouped by segment. row_sums: sums and softmaxes of rows. varying_axes: varying axes of
 `shard_map`. token_logprobs: token log-probabilities. padding: bucket lengths. compile_cache:
 compiled programs on disk. products: sums of products, equally exact on every device; native/: C++
-kernels; pallas: a GPU kernel.
+kernels.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

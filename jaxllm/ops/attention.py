@@ -1,8 +1,10 @@
 """Attention as a fold: an online softmax over keys and values, part by part and block by block.
 
 Nothing is concatenated and no score matrix is stored, so reading a cache takes memory independent
-of its capacity, and blocks that no query attends to are skipped (Milakov & Gimelshein 2018; Rabe &
-Staats 2021). Positions alone decide what a query attends to, never slot numbers.
+of its capacity (Milakov & Gimelshein 2018; Rabe & Staats 2021). Positions alone decide what a query
+attends to, never slot numbers. On a CPU blocks are small, and those that no query attends to are
+skipped. On an accelerator each step of a loop costs more than it saves: a block is as large as
+`MAX_SCORES` allows, mostly all of a part; and cuDNN takes what it supports (`flash.attend_packed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops import native
+from jaxllm.ops import flash, native
 from jaxllm.ops.kv_quant import Entries, Int8Entries, dequantize
 from jaxllm.ops.products import einsum, match_dtypes
+from jaxllm.ops.target import is_accelerator
 from jaxllm.ops.varying_axes import match_varying
 
-BLOCK = 256  # slots per block: small enough to skip empty ones, large enough to be fast
+BLOCK = 256  # slots per block on a CPU: small enough to skip empty ones, large enough to be fast
+MAX_SCORES = 1 << 26  # float32 scores of a block on an accelerator
 
 
 class Part(NamedTuple):
@@ -77,6 +81,7 @@ def attend(
     cap: float | None = None,
     mass: bool = False,
     row_B: jax.Array | None = None,
+    packed: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute softmax attention of new tokens over all parts.
 
@@ -90,15 +95,21 @@ def attend(
         mass: Also return attention mass, at the cost of a second pass over the keys.
         row_B: int32, which row of all parts but the last (the new tokens) each row reads; default:
             its own. The native kernel copies nothing for it.
+        packed: Whether in each row the used slots of each part are its first ones, and each new
+            token's position follows those of all tokens before it. cuDNN needs that.
 
     Returns:
         The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
         received, summed over heads and queries, float32 `[B, S]`; None unless requested.
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
-    if not mass and alike and native.is_enabled():
+    if not mass and alike and native.is_enabled() and not is_accelerator():
         arrays = (q_BTNH, position_BT, tuple(parts), row_B)
         return _attend_native_jit(*arrays, scale, window, cap), None
+    if packed and not mass and window is None and cap is None:
+        parts, row_B = take_rows(parts, row_B), None
+        if flash.is_supported(q_BTNH, [(p.k_BSKH, p.v_BSKH) for p in parts]):
+            return flash.attend_packed(q_BTNH, parts, scale), None
     return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, mass)
 
 
@@ -280,10 +291,13 @@ def _visit_blocks(
 ) -> tuple[Softmax, list[jax.Array]]:
     """Visit a part block by block; return the final state, and what the visits returned.
 
-    Blocks that no query attends to are skipped and return `blank`.
+    On a CPU, blocks that no query attends to are skipped and return `blank`.
     """
-    slots = part.position_BS.shape[1]
-    whole = slots // BLOCK if slots >= 2 * BLOCK else 0
+    slots, skips, size = part.position_BS.shape[1], not is_accelerator(), BLOCK
+    if not skips:
+        B, T, K, G, _ = queries.q_BTKGH.shape
+        size = max(BLOCK, MAX_SCORES // (B * T * K * G) // BLOCK * BLOCK)
+    whole = slots // size if slots >= 2 * size else 0
     outputs: list[Any] = []
 
     def visible_slots(block: Part) -> jax.Array:
@@ -292,10 +306,10 @@ def _visit_blocks(
     if whole:
 
         def step(state: Softmax, i: jax.Array) -> tuple[Softmax, Any]:
-            block = _slice_part(
-                part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, 1)
-            )
+            block = _slice_part(part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size, 1))
             seen_BTS = visible_slots(block)
+            if not skips:
+                return visit(state, queries, block, seen_BTS)
             return jax.lax.cond(
                 seen_BTS.any(),
                 lambda state: visit(state, queries, block, seen_BTS),
@@ -305,8 +319,8 @@ def _visit_blocks(
 
         state, each = jax.lax.scan(step, state, jnp.arange(whole))
         if each is not None:
-            outputs.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * BLOCK))
-        part = _slice_part(part, lambda x: x[:, whole * BLOCK :])
+            outputs.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * size))
+        part = _slice_part(part, lambda x: x[:, whole * size :])
     if part.position_BS.shape[1]:
         state, last = visit(state, queries, part, visible_slots(part))
         if last is not None:
@@ -364,6 +378,8 @@ def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
     q, k = match_dtypes(queries.q_BTKGH, dequantize(block.k_BSKH))
     if k.shape[0] == 1:
         product = einsum("BTKGH,SKH->BKGTS", q, k[0])
+    elif q.shape[1] == 1 and is_accelerator():
+        product = _scores_of_one(q[:, 0], k)
     else:
         product = einsum("BTKGH,BSKH->BKGTS", q, k)
     score = soft_cap(queries.scale * product, queries.cap)
@@ -375,4 +391,33 @@ def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -
     w, v = match_dtypes(weight_BKGTS.astype(dtype), v_BSKH)
     if v.shape[0] == 1:
         return einsum("BKGTS,SKH->BKGTH", w, v[0])
+    if w.shape[3] == 1 and is_accelerator():
+        return _sum_of_one(w[:, :, :, 0], v)
     return einsum("BKGTS,BSKH->BKGTH", w, v)
+
+
+def _scores_of_one(q_BKGH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+    """Return the products of one query per row with all keys, float32 `[B, K, G, 1, S]`.
+
+    Each head's query stands in the columns of its key head, with zeros elsewhere: one product per
+    row with the keys as they are stored, `[S, K * H]`. The product by key heads would transpose
+    them first, and read them no faster: the time is that of reading.
+    """
+    (B, K, G, H), S = q_BKGH.shape, k_BSKH.shape[1]
+    if S == 1:
+        product = q_BKGH.astype(jnp.float32) * k_BSKH.astype(jnp.float32)[:, 0, :, None]
+        return product.sum(axis=-1)[..., None, None]
+    own_KK = jnp.eye(K, dtype=bool)[:, None, :, None]
+    q_BNC = jnp.where(own_KK, q_BKGH[:, :, :, None], 0).reshape(B, K * G, K * H)
+    return einsum("BNC,BSC->BNS", q_BNC, k_BSKH.reshape(B, S, K * H)).reshape(B, K, G, 1, S)
+
+
+def _sum_of_one(weight_BKGS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """Return the weighted sum of values of one query per row, float32 `[B, K, G, 1, H]`."""
+    (B, K, G, S), H = weight_BKGS.shape, v_BSKH.shape[3]
+    if S == 1:
+        value = weight_BKGS.astype(jnp.float32) * v_BSKH.astype(jnp.float32)[:, 0, :, None]
+        return value[:, :, :, None]
+    all_BNC = einsum("BNS,BSC->BNC", weight_BKGS.reshape(B, K * G, S), v_BSKH.reshape(B, S, K * H))
+    own_KK = jnp.eye(K, dtype=bool)[:, None, :, None]
+    return jnp.where(own_KK, all_BNC.reshape(B, K, G, K, H), 0).sum(axis=3)[:, :, :, None]

@@ -35,6 +35,7 @@ from jaxllm.files import atomic_file
 from jaxllm.files.program_folder import CACHE_ENV, find_folder_problem, locate_program_folder
 from jaxllm.files.versions import PROGRAM
 from jaxllm.ops import native
+from jaxllm.ops.target import Program
 
 MAX_BYTES = 512 << 20  # total size; the least recently used program is evicted first
 SUFFIX = ".program"
@@ -217,7 +218,7 @@ class CachedJit:
             "static_argnums": tuple(static_argnums),
             "donate_argnums": donate_argnums,
         }
-        self._jit = jax.jit(function, **self._options)
+        self._jit = Program(function, **self._options)
         self._loaded: dict[Hashable, list[Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -364,7 +365,7 @@ def _code_versions() -> str:
     ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
     versions = sys.version, jax.__version__, jax.lib.__version__, version("flax")
-    told_by = [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAXLLM_PALLAS")]
+    told_by = os.environ.get("XLA_FLAGS", "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return repr((ours, versions, told, threads, told_by))
 

@@ -138,3 +138,12 @@ def as_format(weight: Weight, name: str) -> Weight:
         raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")
     converted: Weight = format.quantize(array)
     return converted
+
+
+def for_accelerator(params: Any) -> Any:
+    """Return parameters in the forms that a GPU or TPU multiplies: 4-bit codes as XLA's int4."""
+
+    def is_int(node: Any) -> bool:
+        return isinstance(node, int_weight.IntWeight)
+
+    return jax.tree.map(lambda x: x.for_accelerator() if is_int(x) else x, params, is_leaf=is_int)

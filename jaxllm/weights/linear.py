@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops import native, pallas
+from jaxllm.ops import native
+from jaxllm.ops.target import is_accelerator
 from jaxllm.ops.varying_axes import match_varying
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.types.arrays import add_dependency, matmul
@@ -31,8 +32,9 @@ def linear(
 ) -> jax.Array:
     """Return `x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
 
-    If the dtypes of x and weight differ, both are widened to float32. The exception: without a
-    kernel, more than 16 rows of bfloat16 multiply quantized weights that are rounded to bfloat16.
+    If the dtypes of x and weight differ, both are widened to float32. The exceptions: without a
+    kernel, more than 16 rows of bfloat16 multiply quantized weights that are rounded to bfloat16;
+    on a GPU or TPU more than one row does, and codes with a scale per row, which are exact.
     With kernels, a row's bits do not depend on how many rows are multiplied with it, up to the
     kernel's limit (`native.path`); nor beyond it, if a matrix unit takes over.
 
@@ -109,8 +111,6 @@ def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Produc
     plain, branches = partial(_multiply_jax, digits), dict[str, Callable[..., Products]]()
     if paths[0] is not _multiply_jax:
         branches["cpu"] = partial(paths[0], digits)
-    if digits != 1 and pallas.is_enabled() and all(_has_gpu_kernel(x_RI, w) for w in weights):
-        branches["cuda"] = _multiply_pallas
     if not branches:
         return plain(x_RI, weights)
     y: Products = jax.lax.platform_dependent(x_RI, weights, **branches, default=plain)
@@ -120,7 +120,7 @@ def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Produc
 def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """Choose how a CPU multiplies these."""
     rows, matrix = x_RI.shape[0], as_weight(weight).native_matrix()
-    if not native.is_enabled() or matrix is None:
+    if not native.is_enabled() or is_accelerator() or matrix is None:
         return _multiply_jax
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
     if x_RI.dtype == jnp.int8 and as_weight(weight).supports_int8_inputs:
@@ -221,18 +221,6 @@ def get_native_matrix(weight: Weight) -> native.Matrix:
     matrix = as_weight(weight).native_matrix()
     assert matrix is not None
     return matrix
-
-
-def _has_gpu_kernel(x_RI: jax.Array, weight: Weight) -> bool:
-    if not isinstance(weight, IntWeight) or (weight.bits == 8 and weight.zero is not None):
-        return False
-    return pallas.is_supported(x_RI, weight.data, weight.bits)
-
-
-def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:
-    return tuple(
-        pallas.multiply(x_RI, w.data, w.scale, w.zero, bits=w.bits, group=w.group) for w in weights
-    )
 
 
 def _multiply_jax(digits: int, x_RI: jax.Array, weights: Weights) -> Products:

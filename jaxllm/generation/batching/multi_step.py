@@ -29,6 +29,7 @@ from jaxllm.generation.loops.finish import NO_TOKEN, mask_draft, pad_eos_ids, pu
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, last_tokens
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.models.sites import NO_EDITS, Edits
+from jaxllm.ops.target import Program
 from jaxllm.runtime.multihost import to_host
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -111,7 +112,7 @@ def burst_arguments(
     )
 
 
-@partial(jax.jit, static_argnums=(3, 10, 11, 14), donate_argnums=(0, 1, 2))
+@partial(Program, static_argnums=(3, 10, 11, 14), donate_argnums=(0, 1, 2))
 def decode_burst(
     tails: tuple[Segment, Segment | None],
     context: Context,

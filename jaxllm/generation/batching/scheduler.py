@@ -56,6 +56,7 @@ from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
+from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
 from jaxllm.models.sites import WEIGHT_SITES, split_name
 from jaxllm.ops.padding import pad_rows
@@ -125,6 +126,8 @@ def serve(
     if not isinstance(requests, Iterable):
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
+    if not shared_prefixes:  # a token's slot is its position; shared ones have none in the row
+        model = promise_packed(model, cache)
     few_rows = has_invariant_rows(model, params)
     store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, few_rows)
     chunk = max(chunk, store.multiple)

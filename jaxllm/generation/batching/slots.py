@@ -21,6 +21,7 @@ from jaxllm.generation.loops.finish import take_rows
 from jaxllm.models.modules import select_columns
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.target import Program
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
@@ -331,7 +332,7 @@ def run_tokens(
 
 def _compile_step(step: Any) -> tuple[Any, Any]:
     """Return the jitted step without and with donation of the segment that it writes."""
-    static = partial(jax.jit, static_argnums=(2, 6))
+    static = partial(Program, static_argnums=(2, 6))
     return static(step), static(step, donate_argnums=0)
 
 

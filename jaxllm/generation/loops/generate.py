@@ -34,6 +34,7 @@ from jaxllm.generation.loops.state import (
 )
 from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, as_row_keys, check_sampler
 from jaxllm.models.inputs import check_model, check_prompts
+from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import check_edits, check_read, label_cache
 from jaxllm.models.sites import SITES, split_name
 from jaxllm.ops.compile_cache import CachedJit
@@ -146,7 +147,7 @@ def generate(
     until, asked = _split_until(options)
     by_step = until is not None or bool(options.get("read"))
     program = _STEP if by_step else _LOOP
-    constants, cache, state = _prefill(program, model, params, tokens_BT, **asked)
+    model, constants, cache, state = _prefill(program, model, params, tokens_BT, **asked)
     if by_step:
         found, chosen = list[dict[str, Any]](), options.get("read_steps")
         steps = _iterate_steps(model, constants, cache, state, until, options)
@@ -179,7 +180,7 @@ def stream(
     latest step alone, initially that of the prompt.
     """
     until, asked = _split_until(options)
-    constants, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
+    model, constants, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
     for now, step in _iterate_steps(model, constants, cache, state, until, options):
         yield _make_result(step, now, options, before_B, width=1)
@@ -225,8 +226,9 @@ def _prefill(
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,
-) -> tuple[LoopConstants, KVCache, DecodeState]:
-    """Check capacities, prefill, and sample the first token of each row.
+) -> tuple[Model, LoopConstants, KVCache, DecodeState]:
+    """Check capacities, prefill, and sample the first token of each row; return the loop's model
+    and its first state.
 
     program: the one that runs next, which is compiled while the prompt runs.
     """
@@ -264,6 +266,8 @@ def _prefill(
     reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
     reading["edits"] = checked
     prepare_prefill(model, params, cache, tokens_BT, **reading)
+    if overflow is None:
+        model = promise_packed(model, cache, lengths_B)
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
     constants = LoopConstants(params, (), limits, checked, names)
     cache = label_cache(cache, checked)
@@ -294,7 +298,7 @@ def _prefill(
             program.prepare(*args)
     out = prefill(model, params, cache, tokens_BT, donate=fresh, **reading)
     state = state.replace(mass=out.attention_mass)
-    return constants, out.cache, _SAMPLE(limits, state, out.logits)
+    return model, constants, out.cache, _SAMPLE(limits, state, out.logits)
 
 
 def _make_result(

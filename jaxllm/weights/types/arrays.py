@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxllm.ops import native
 from jaxllm.ops.products import match_dtypes, precision_of
+from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.types.base import (
     ArraySpecs,
     Format,
@@ -199,12 +200,15 @@ def add_dependency(x: jax.Array, weight: V, *, kernel: bool = False) -> V:
     """Make a weight depend on `x`, of two axes, so that nothing is computed from it before `x`.
 
     XLA's CPU compiler drops optimization barriers before it schedules. A zero that it cannot prove
-    to be zero stays, and is added instead. As an integer it is zero for any `x`, also NaN.
+    to be zero stays, and is added instead. As an integer it is zero for any `x`, also NaN. Other
+    compilers fuse what is computed from a weight into its product, unless it depends on `x`.
 
     Args:
         kernel: whether a kernel takes all of the weight, so that the smallest of its arrays, which
             is copied, is enough.
     """
+    if is_accelerator():
+        return weight
     zero = (x[:1, :1].astype(jnp.float32).sum() * 0).astype(jnp.int32)
     pieces, structure = jax.tree.flatten(weight)
     sizes = [piece.size or math.inf for piece in pieces]

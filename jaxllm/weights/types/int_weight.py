@@ -23,6 +23,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
+from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.affine import AffineQuantizer, quantize_rows
 from jaxllm.weights.types.arrays import DTYPES, add_dependency, matmul
@@ -61,7 +62,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
 
     # 8 bits: q itself, int8 [..., O, I'] (never -128 if we quantize, but files may have it), or
     # uint8 with a zero point. 4, 3 and 2 bits: q from 0 to 2^bits - 1, packed as in `bitpack`,
-    # uint8 [..., O, I' bits / 8].
+    # uint8 [..., O, I' bits / 8]; 4 bits for a GPU: q - 8, int4 [..., O, I'] (`for_accelerator`).
     data: jax.Array
     scale: jax.Array  # float32 or float16 [..., O, G], G = I' / group or 1; may be negative
     zero: jax.Array | None  # uint8 [..., O, G]; None: 2^(bits - 1), and 0 for 8 bits
@@ -104,10 +105,14 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     @property
     def codes(self) -> jax.Array:
         """The codes q, `[..., O, I']`."""
+        if self.data.dtype == jnp.int4:
+            return (self.data.astype(jnp.int8) + jnp.int8(8)).astype(jnp.uint8)
         return bitpack.unpack_codes(self.data, self.bits)
 
     def centered_codes(self) -> jax.Array:
         """Return q less its zero point: int8 `[..., O, I']`, int16 for 8 bits with a zero point."""
+        if self.zero is None and self.data.dtype == jnp.int4:
+            return self.data.astype(jnp.int8)
         if self.zero is None:
             return self.codes.astype(jnp.int8) - jnp.int8(self.int_format.zero_code)
         dtype = jnp.int16 if self.bits == 8 else jnp.int8
@@ -142,9 +147,16 @@ class IntWeight(WeightBase, struct.PyTreeNode):
                 return _int8_matmul(x_RI, self)
         # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
         weight = add_dependency(x_RI, self)
-        if x_RI.shape[0] == 1:
+        if weight.data.dtype == jnp.int4 and x_RI.dtype == jnp.bfloat16:
+            return _multiply_int4(x_RI, weight)
+        if x_RI.shape[0] == 1 and weight.data.dtype != jnp.int4:
             return _row_matmul(x_RI, weight)
-        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
+        rows = 1 if is_accelerator() else MAX_F32_ROWS
+        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > rows
+        if many and is_accelerator() and self.bits == 8 and self.zero is None and not self.group:
+            # Codes are exact in bfloat16, and XLA reads them within the product.
+            sum_RO = matmul(x_RI, self.data[:, : self.columns].astype(jnp.bfloat16))
+            return sum_RO * self.scale.astype(jnp.float32).reshape(1, -1)
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
@@ -181,8 +193,20 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         codes = steps + self.input_zero.astype(jnp.float32)
         return jnp.clip(codes, MIN_INPUT, MAX_INPUT).astype(jnp.int8)
 
+    def for_accelerator(self) -> "IntWeight":
+        """Return the weight in the form that a GPU's or TPU's compiler reads within a product.
+
+        Of 4 bits only, as XLA's own type: in two nibbles of bytes, a product of several rows would
+        first write all of the weight as floats.
+        """
+        if self.bits != 4 or self.data.dtype == jnp.int4:
+            return self
+        return self.replace(data=(self.codes.astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4))
+
     def native_matrix(self) -> native.Matrix | None:
         if self.is_composite or (self.bits == 8 and self.zero is not None):
+            return None
+        if self.data.dtype == jnp.int4:
             return None
         if self.bits == 8:
             return native.Matrix(native.Kind.INT8, jax.tree.leaves(self), self.group)
@@ -196,7 +220,10 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         return self.group is None
 
     def arrays(self) -> dict[str, jax.Array]:
-        return {name: getattr(self, field) for field, name in self.int_format.file_names.items()}
+        found = {name: getattr(self, field) for field, name in self.int_format.file_names.items()}
+        if self.data.dtype == jnp.int4:
+            found |= {".data": bitpack.pack_codes(self.codes, self.bits)}
+        return found
 
     def with_rows(self, index: np.ndarray) -> "IntWeight":
         return self._map_rows(lambda x: x[..., index, :])
@@ -205,6 +232,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         if self.group is not None:
             group_slice(self.format, begin, end, self.columns, self.group)
         in_chunks = not begin % CHUNK and (not end % CHUNK or end == self.columns)
+        in_chunks &= self.data.dtype != jnp.int4
         until = round_up(end, CHUNK) if in_chunks else end  # with the padding of the last chunk
         groups = self._groups(begin, until)
         if not in_chunks:
@@ -439,6 +467,31 @@ def _int8_matmul(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
         x_RI, data_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
     )
     return sum_RO.astype(jnp.float32) * weight.scale.astype(jnp.float32).reshape(1, -1)
+
+
+def _multiply_int4(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
+    """Multiply bfloat16 by int4 codes, in the forms that XLA fuses for a GPU.
+
+    For one row that is a sum, in float32. For several it is a product of bfloat16 weights, rounded
+    twice: their scales, and codes times scales (2**-8 of a weight at most).
+    """
+    codes, (outputs, width) = weight.data, weight.data.shape
+    x_RI = jnp.pad(x_RI, ((0, 0), (0, width - x_RI.shape[1])))
+    size = weight.int_format.group_size(weight.columns)
+
+    def center(codes: jax.Array) -> jax.Array:
+        if weight.zero is None:
+            return codes
+        return codes - jnp.repeat(weight.zero.astype(codes.dtype) - 8, size, axis=1)
+
+    if x_RI.shape[0] == 1:
+        scale = jnp.repeat(weight.scale.astype(jnp.float32), size, axis=1)
+        return (center(codes.astype(jnp.float32)) * scale * x_RI.astype(jnp.float32)).sum(axis=1)[
+            None
+        ]
+    grouped = center(codes.astype(jnp.bfloat16)).reshape(outputs, -1, size)
+    dense = grouped * weight.scale.astype(jnp.bfloat16)[:, :, None]
+    return matmul(x_RI, dense.reshape(outputs, width))
 
 
 def _row_matmul(x_1I: jax.Array, weight: IntWeight) -> jax.Array:

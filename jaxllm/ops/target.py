@@ -1,0 +1,89 @@
+"""The kind of device that programs are traced for, which decides how some things are computed.
+
+It is the process's default backend. A CPU's paths are chosen when a program is lowered, so the same
+trace runs there; what a GPU or a TPU computes in another way is chosen here, while tracing.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+_assumed: list[str] = []  # of all threads: programs are also compiled in others
+
+
+def target() -> str:
+    """Return "cpu", "cuda", "rocm" or "tpu"; other backends by their own name."""
+    if _assumed:
+        return _assumed[-1]
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def is_accelerator() -> bool:
+    """Whether a kernel's start costs more than a few numbers, as on a GPU or TPU."""
+    return target() != "cpu"
+
+
+@contextmanager
+def trace_for(name: str) -> Iterator[None]:
+    """Trace for a device that this process does not have, to compile for it or to look.
+
+    Compiled programs are forgotten before and after, since JAX does not know what they are for.
+    """
+    jax.clear_caches()
+    _assumed.append(name)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+        jax.clear_caches()
+
+
+# A loop of steps becomes one graph of the device, so that the host does nothing between tokens; by
+# default a loop is none, nor is a program of fewer than five operations.
+_LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    "xla_gpu_graph_min_graph_size": "1",
+}
+# Groups of int4 weights are multiplied as they are stored, not written out as floats first.
+_INT4_OPTIONS = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": "True"}
+_NO_TRACE = get_opaque_trace_state(convention="flax")
+
+
+class Program:
+    """`jax.jit(function)` with the compiler options of the device; within another program, whose
+    options hold, without.
+
+    JAXLLM_GPU_OPTIONS=0 leaves XLA's own options, for drivers before CUDA 12.4.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._plain = jax.jit(function, **options)
+        self._for_cuda = [
+            jax.jit(function, **options, compiler_options=chosen)
+            for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INT4_OPTIONS)
+        ]
+
+    def _choose(self, args: tuple[Any, ...]) -> Any:
+        if target() != "cuda" or os.environ.get("JAXLLM_GPU_OPTIONS") == "0":
+            return self._plain
+        if get_opaque_trace_state(convention="flax") != _NO_TRACE:
+            return self._plain
+        leaves = jax.tree.leaves(args)
+        return self._for_cuda[any(getattr(x, "dtype", None) == jnp.int4 for x in leaves)]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._choose(args)(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """Return the lowered program for these arguments, or their shapes."""
+        return self._choose(args).lower(*args)
