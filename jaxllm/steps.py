@@ -50,12 +50,13 @@ from jaxllm.models.site_inputs import (
 )
 from jaxllm.models.sites import WEIGHT_SITES
 from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.ops.target import is_accelerator
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 # A prompt runs in passes of the first width of which two suffice, else of `chunk` tokens.
-PASS_WIDTHS = (16, 64)
+PASS_WIDTHS = {"cpu": (16, 64), "accelerator": (64, 512)}
 
 EditMap = Mapping[str, Any]  # from sites to edits or functions, or lists of them
 
@@ -235,6 +236,13 @@ def decode_step(
     )  # fmt: skip
 
 
+def default_chunk() -> int:
+    """Return how many tokens of a prompt run at once by default: 256, or 2,048 on an accelerator,
+    whose products of fewer rows are bound by reading the weights.
+    """
+    return 2048 if is_accelerator() else 256
+
+
 def prefill(
     model: Model,
     params: Params,
@@ -243,7 +251,7 @@ def prefill(
     *,
     lengths_B: Array | None = None,
     positions_BT: Array | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,
@@ -252,13 +260,14 @@ def prefill(
     """Run and commit a prompt in chunks; the logits are those of each row's last token.
 
     Every row needs at least one real token. A prompt runs in passes of one of three widths (16, 64
-    or `chunk` tokens), the last one padded: so prompts of all lengths share three programs. `cache`
-    stays valid, at the cost of a copy of its tail, unless `donate=True`.
+    or `chunk` tokens; on an accelerator 64, 512 or `chunk`), the last one padded: so prompts of all
+    lengths share three programs. `cache` stays valid, at the cost of a copy of its tail, unless
+    `donate=True`.
 
     Args:
         lengths_B: the number of real tokens per row; the rest is padding on the right.
         positions_BT: instead of `lengths_B`, positions `[B, T]` with -1 for padding anywhere.
-        chunk: tokens per chunk.
+        chunk: tokens per chunk; by default `default_chunk()`.
         attention_mass: as for `decode_step`, summed over the prompt.
         read: as for `forward`, of the whole prompt; neither "logits" nor attention's scores and
             weights, whose slots change between chunks.
@@ -301,7 +310,7 @@ def prepare_prefill(
     tokens_BT: Array,
     *,
     lengths_B: Array | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
     attention_mass: MassMode = False,
     edits: EditMap | None = None,
 ) -> None:
@@ -324,7 +333,7 @@ def _prefill_passes(
     tokens_BT: Array,
     lengths_B: Array | None,
     positions_BT: Array | None,
-    chunk: int,
+    chunk: int | None,
     attention_mass: MassMode,
     read: Sequence[str],
     edits: EditMap | None,
@@ -333,7 +342,7 @@ def _prefill_passes(
     check_model(model, params, any_head=True)
     _check_mass(attention_mass)
     check_usable(cache)
-    chunk = check_int("chunk", chunk, 1, error=TokenError)
+    chunk = default_chunk() if chunk is None else check_int("chunk", chunk, 1, error=TokenError)
     tokens_BT = as_array("tokens", tokens_BT)
     if positions_BT is None:
         model = promise_packed(model, cache)
@@ -349,7 +358,8 @@ def _prefill_passes(
     names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
     checked = check_edits(model, edits, cache.batch, 1, None)
     T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
-    width = next((w for w in PASS_WIDTHS if w < chunk and 2 * w >= T), chunk)
+    widths = PASS_WIDTHS["accelerator" if is_accelerator() else "cpu"]
+    width = next((w for w in widths if w < chunk and 2 * w >= T), chunk)
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)

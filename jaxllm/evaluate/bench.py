@@ -26,7 +26,7 @@ from jaxllm.models.moe import max_read_fraction
 from jaxllm.models.packing import promise_packed
 from jaxllm.ops import native
 from jaxllm.ops.target import Program
-from jaxllm.steps import StepOutput, prefill, run_and_commit
+from jaxllm.steps import StepOutput, default_chunk, prefill, run_and_commit
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.types.arrays import as_weight
@@ -112,12 +112,15 @@ def make_tests(
 
 
 def bench(
-    lm: LM, tests: Sequence[Test], *, repetitions: int = 5, chunk: int = 512
+    lm: LM, tests: Sequence[Test], *, repetitions: int = 5, chunk: int | None = None
 ) -> Iterator[BenchResult]:
     """Run each test `repetitions` times after a first run that compiles; yield its result.
 
+    chunk: tokens of a prompt that run at once; default: 512, more on an accelerator.
+
     Raises CapacityError if a test exceeds the model's context.
     """
+    chunk = max(512, default_chunk()) if chunk is None else chunk
     probe = jnp.arange(PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
     for test in tests:
         size = weight_bytes(lm, test.batch)

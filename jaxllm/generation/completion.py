@@ -78,7 +78,7 @@ class GenerationConfig:
     top_logprobs: int
     overflow: OverflowPolicy | None
     num_return_sequences: int
-    chunk: int
+    chunk: int | None
     cache: KVCache | None
     batch_invariant: bool
     adapter: str | list[str | None] | None

@@ -87,7 +87,7 @@ def best_of(
     score: Score = mean_logprob,
     eos_token_ids: Sequence[int] = (),
     cache: KVCache | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> SearchResult:
     """Sample n continuations, which share the prompt's cache by reference, and rank them.
 
@@ -141,7 +141,7 @@ class SearchKwargs(TypedDict, total=False):
     score: Score
     eos_token_ids: Sequence[int]
     cache: KVCache | None
-    chunk: int
+    chunk: int | None
     tokenizer: Tokenizer | None
 
 
@@ -272,7 +272,7 @@ class _Grower:
         score: Score = mean_logprob,
         eos_token_ids: Sequence[int] = (),
         cache: KVCache | None = None,
-        chunk: int = 256,
+        chunk: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         check_predicts_tokens(model.config)

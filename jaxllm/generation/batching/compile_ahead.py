@@ -19,6 +19,7 @@ from jaxllm.generation.batching.slots import (
     pack_microbatch,
 )
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
+from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -90,11 +91,11 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
         write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
     yield
     chunk = loop.multiple if loop.multiple > 1 else loop.chunk
-    usual = (32, 1, 64, 16, 128, 8, 256)
+    usual = (256, 1, 64, 512, 128, 1024, 2048) if is_accelerator() else (32, 1, 64, 16, 128, 8, 256)
     widths = [n for n in usual if n <= min(chunk, state.cache.capacity)]
     counts = [n for n in (1, 4, 16, 64, 256) if n <= rows]
     for count in counts:
-        for width in widths if count == 1 else (1, 8):
+        for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
             if width == 1 or count == 1 or loop.multiple == 1:
                 yield from _compile_step(loop, count, width, adapter)
     if state.draft.width:

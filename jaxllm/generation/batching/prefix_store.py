@@ -20,7 +20,7 @@ from jaxllm.generation.batching.requests import Request
 from jaxllm.models.site_inputs import fingerprint
 from jaxllm.models.sites import Edits
 from jaxllm.runtime.validation import check_int_array
-from jaxllm.steps import prefill
+from jaxllm.steps import default_chunk, prefill
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
@@ -137,7 +137,9 @@ def open_store(
     frozen = []
     for text_T in texts:
         alone = init_cache(model, 1, max(text_T.size, 1))
-        alone = prefill(model, usual, alone, text_T[None], chunk=max(multiple, 256)).cache
+        alone = prefill(
+            model, usual, alone, text_T[None], chunk=max(multiple, default_chunk())
+        ).cache
         position_BS = np.full((cache.batch, text_T.size), EMPTY, np.int32)
         frozen.append(alone.tail.replace(position_BS=jax.device_put(position_BS)))
     program = -1

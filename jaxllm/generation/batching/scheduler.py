@@ -62,6 +62,7 @@ from jaxllm.models.sites import WEIGHT_SITES, split_name
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
+from jaxllm.steps import default_chunk
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -76,7 +77,7 @@ def serve(
     *,
     rows: int = 8,
     capacity: int = 1024,
-    chunk: int = 256,
+    chunk: int | None = None,
     burst: int = 16,
     prefix_cache: PrefixCache | None = None,
     shared_prefixes: Sequence[Any] = (),
@@ -96,7 +97,7 @@ def serve(
             case it may block.
         rows: Number of requests that run at once.
         capacity: Cache slots per row.
-        chunk: Prompt tokens to run per step, over all rows.
+        chunk: Prompt tokens to run per step, over all rows; by default `steps.default_chunk()`.
         burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
             decode and none has an `until`; the loop also stops when a row ends. 1 yields each
             token immediately, or each pass's.
@@ -119,6 +120,7 @@ def serve(
         SamplingError: For something else as a draft.
     """
     check_model(model, params)
+    chunk = default_chunk() if chunk is None else chunk
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
     burst = check_int("burst", burst, 1, MAX_BURST, CapacityError)
     rows = check_int("rows", rows, 1, MAX_SLOTS, CapacityError)

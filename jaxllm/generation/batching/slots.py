@@ -21,7 +21,7 @@ from jaxllm.generation.loops.finish import take_rows
 from jaxllm.models.modules import select_columns
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops.padding import next_power_of_two
-from jaxllm.ops.target import Program
+from jaxllm.ops.target import Program, is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
@@ -144,8 +144,10 @@ def _split_groups(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]
 
 
 def _padded_width(tokens: int) -> int:
-    """Return a padded width: few widths mean few compiled programs."""
-    return 1 if tokens == 1 else next_power_of_two(tokens, 8)
+    """Return a padded width: few widths mean few compiled programs. On an accelerator 64 tokens
+    take as long as one.
+    """
+    return 1 if tokens == 1 else next_power_of_two(tokens, 64 if is_accelerator() else 8)
 
 
 def bucket_rows(count: int) -> int:

@@ -114,7 +114,7 @@ def beam_search(
     lengths_B: Any = None,
     sampler: Sampler = GREEDY,
     cache: KVCache | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> BeamResult:
     """Return the best continuations of each prompt `[B, T]`, found with `num_beams` beams.
 

@@ -103,7 +103,7 @@ class GenerateKwargs(TypedDict, total=False):
             raises an error.
         top_logprobs: Number of likeliest tokens to return per step.
         processed_logprobs: Also return `GenerateResult.processed_logprob_BT`.
-        chunk: Prompt tokens to run at once.
+        chunk: Prompt tokens to run at once; by default `steps.default_chunk()`.
         attention_mass: As for `forward`.
         read: As for `forward`. Steps then run one by one, and what they read moves to the host.
         read_steps: The steps to read, as in `GenerateResult.sites`; None: all.
@@ -121,7 +121,7 @@ class GenerateKwargs(TypedDict, total=False):
     overflow: OverflowPolicy | None
     top_logprobs: int
     processed_logprobs: bool
-    chunk: int
+    chunk: int | None
     attention_mass: MassMode
     read: Sequence[str]
     read_steps: Sequence[int] | None
@@ -222,7 +222,7 @@ def _prefill(
     overflow: OverflowPolicy | None = None,
     top_logprobs: int = 0,
     processed_logprobs: bool = False,
-    chunk: int = 256,
+    chunk: int | None = None,
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,

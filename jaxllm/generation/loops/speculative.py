@@ -168,7 +168,7 @@ def speculative_generate(
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
     lengths_B: Any = None,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> SpeculativeResult:
     """Continue each prompt `[B, T]` as `generate` does, in fewer passes over the target's weights.
 

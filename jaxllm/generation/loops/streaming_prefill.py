@@ -23,7 +23,7 @@ def prefill_in_segments(
     cache: KVCache,
     tokens_BT: Any,
     *,
-    chunk: int = 256,
+    chunk: int | None = None,
     on_chunk: Callable[[int, KVCache], None] = lambda *_: None,
 ) -> tuple[jax.Array, KVCache]:
     """Prefill texts longer than the cache; return the last tokens' logits `[B, V]` and the cache.
