@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.long import ATTENTION_KINDS
 from jaxllm.models.long.infini import MemoryInputs
 from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, Visitor, split_name
+from jaxllm.ops.documents import attend_documents
 from jaxllm.ops.masked import (
     attend_with_mask,
     attention_scores,
@@ -26,6 +27,7 @@ from jaxllm.ops.masked import (
     weigh_values,
 )
 from jaxllm.ops.self_extend import attend_self_extend
+from jaxllm.ops.target import is_accelerator
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines per token, [B, T, F]
 
@@ -304,6 +306,11 @@ def _attend_dense(
     are; if they are edited, the heads are computed from them.
     """
     at, mask_BTS = scope.position_BT, scope.mask_BTS
+    rules: Any = {"scale": scale, "window": window, "cap": cap}
+    plain = not visit.touches(*WEIGHT_SITES) and mask_BTS is None and not scope.mass
+    if scope.document_BT is not None and len(parts) == 1 and plain and is_accelerator():
+        k, v = ops.dequantize(parts[0].k_BSKH), ops.dequantize(parts[0].v_BSKH)
+        return attend_documents(q, at, k, v, scope.document_BT, **rules, packed=scope.packed), None
     if scope.document_BT is not None:
         mask_BTS = document_mask(at, parts, scope.document_BT, window=window)
     weight_BNTS = None
@@ -316,7 +323,6 @@ def _attend_dense(
         return weigh_values(weight_BNTS, parts, q.dtype), mass
     if mask_BTS is not None:
         return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
-    rules: Any = {"scale": scale, "window": window, "cap": cap}
     packed = scope.packed and scope.branches is None
     return ops.attend(q, at, parts, **rules, mass=scope.mass, row_B=scope.row_B, packed=packed)
 

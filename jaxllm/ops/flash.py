@@ -84,16 +84,27 @@ def attend_packed(q_BTNH: jax.Array, parts: Sequence[Any], scale: float) -> jax.
     if T == 1:
         states.append(_attend_to_own(q_BTNH, new, scale))
     else:
-        out, lse_BNT = cudnn.dot_product_attention(
-            q_BTNH,
-            new.k_BSKH,
-            new.v_BSKH,
-            scale=scale,
-            mask_type=cudnn.MaskType.CAUSAL,
-            return_residual=True,
-        )
+        out, lse_BNT = attend_causally(q_BTNH, new.k_BSKH, new.v_BSKH, scale)
         states.append((out.astype(jnp.float32), lse_BNT))
     return merge(states).astype(q_BTNH.dtype)
+
+
+def attend_causally(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return the heads `[B, T, N, H]` and the log-sum-exp `[B, N, T]` of tokens that attend to
+    those before them; with cuDNN's backward pass.
+    """
+    cudnn = _cudnn()
+    found: tuple[jax.Array, jax.Array] = cudnn.dot_product_attention(
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        scale=scale,
+        mask_type=cudnn.MaskType.CAUSAL,
+        return_residual=True,
+    )
+    return found
 
 
 def merge(states: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxllm.adapters import (
 )
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.lm import LM
+from jaxllm.ops.target import target
 from jaxllm.runtime.multihost import check_processes_agree
 from jaxllm.runtime.validation import check_dtype, check_seed
 from jaxllm.sharding.adapters import attach_adapter
@@ -162,6 +163,9 @@ def run_job(
     model = with_sharded_rows(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, eval_data = job.data or data, job.eval_data or eval_data
+    whole = (getattr(some, "has_one_document", False) for some in (data, eval_data or data))
+    if target() == "cuda" and job.objective == NextToken() and hasattr(model, "packed"):
+        setup = setup._replace(model=model.clone(packed=all(whole)))
     digests = [None if some is None else some.digest for some in (data, eval_data)]
     check_processes_agree({"data": digests})
     return train(

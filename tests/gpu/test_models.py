@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import pytest
 import jaxllm
 from jaxllm.ops import flash
 from jaxllm.ops.target import trace_for
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.objective import NextToken
 from tests.gpu import cudnn
 from tests.tiny_models import KINDS, assert_close, random_model, tokens
 
@@ -100,3 +103,21 @@ def test_gap_forbids_lengths() -> None:
     assert not is_packed(uneven)
     later = full.replace(next_position_B=jnp.full_like(full.next_position_B, 4))
     assert not is_packed(later)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.more)])
+def test_training_gradients_equal_cpu(family: str) -> None:
+    """The loss of rows with several documents, and its gradients by all weights."""
+    model, params = random_model(family)
+    at = np.stack([np.r_[np.arange(9), np.arange(6)], np.r_[np.arange(12), [-1] * 3]])
+    number = np.stack([np.repeat([0, 1], [9, 6]), np.repeat([0, -1], [12, 3])])
+    label = np.where(at >= 0, np.roll(tokens(2, 15), -1, axis=1), IGNORED)
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (tokens(2, 15), label, at, number)))
+
+    def loss(params: Any) -> jax.Array:
+        return NextToken()(model, params, None, rows, jax.random.key(0)).total
+
+    expected = jax.jit(jax.value_and_grad(loss))(params)
+    with trace_for("rocm"):
+        found = jax.jit(jax.value_and_grad(loss))(params)
+    jax.tree.map(assert_close, found, jax.tree.map(np.asarray, expected))

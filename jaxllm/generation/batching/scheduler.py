@@ -316,24 +316,23 @@ def _make_events(
     seats, events = dict(state.active), []
     for run in runs:
         row, seat = run.rows[0], seats[run.rows[0]]
-        seat = seats[row] = dataclasses.replace(seat, num_run=seat.num_run + run.index_T.size)
-        if row not in samples:
-            continue
-        if not samples[row].finite:
+        drawn, ran = samples.get(row), seat.num_run + run.index_T.size
+        if drawn is not None and not drawn.finite:
             del seats[row]
             events.append(seat.make_event(Finish.NON_FINITE, step))
             continue
-        stats = samples[row].draft_stats
-        seat.tokens.append(samples[row].token)
-        seats[row] = seat = dataclasses.replace(
-            seat,
-            num_drafted=seat.num_drafted + (stats is not None),
-            draft_stats=seat.draft_stats.plus(stats),
-        )
+        changes: dict[str, Any] = {"num_run": ran}
+        if drawn is not None and drawn.draft_stats is not None:
+            changes["num_drafted"] = seat.num_drafted + 1
+            changes["draft_stats"] = seat.draft_stats.plus(drawn.draft_stats)
+        seats[row] = seat = dataclasses.replace(seat, **changes)
+        if drawn is None:
+            continue
+        seat.tokens.append(drawn.token)
         finish = finish_reason(seat)
         if finish is not None:
             del seats[row]
-        events.append(seat.make_event(finish, step, samples[row]))
+        events.append(seat.make_event(finish, step, drawn))
     return state._replace(active=seats), events
 
 

@@ -112,6 +112,11 @@ class Dataset:
             f" ({facts['filled']:.0%} filled), {self.tokens:,} target tokens"
         )
 
+    @property
+    def has_one_document(self) -> bool:
+        """Whether no row has more than one."""
+        return all(len(row) <= 1 for row in self._rows)
+
     def check(self, config: ModelConfig) -> None:
         """Raise CapacityError for rows longer than the context, TokenError for ids outside the
         vocabulary, ConfigError for packed rows if the model has a compressive memory.

@@ -1,0 +1,89 @@
+"""Attention among documents and its gradients as an accelerator computes them, run on a CPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops
+from jaxllm.ops import documents, flash
+from jaxllm.ops.masked import attend_with_mask, document_mask
+from jaxllm.ops.target import trace_for
+from tests.gpu import cudnn
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _accelerator() -> Iterator[None]:
+    with trace_for("rocm"):
+        yield
+
+
+def draw(lengths: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions and documents `[B, T]` of rows with documents of these lengths."""
+    at, number = np.full((2, len(lengths), width), -1, np.int32)
+    for row, sizes in enumerate(lengths):
+        start = 0
+        for i, size in enumerate(sizes):
+            at[row, start : start + size] = np.arange(size)
+            number[row, start : start + size] = i
+            start += size
+    return at, number
+
+
+@pytest.mark.parametrize("scores", [documents.MAX_SCORES, 700])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, 2.0)])
+def test_documents_and_gradients_equal_masked_attention(
+    monkeypatch: pytest.MonkeyPatch, scores: int, window: int | None, cap: float | None
+) -> None:
+    """In one block or several, heads and gradients are those of one softmax under a mask."""
+    monkeypatch.setattr(documents, "MAX_SCORES", scores)
+    rng = np.random.default_rng(0)
+    at, number = draw([[9, 4, 8], [17], [3, 3]], 21)
+    q, slope = (jnp.asarray(rng.normal(0, 1, (3, 21, 6, 8)), jnp.float32) for _ in "qs")
+    k, v = (jnp.asarray(rng.normal(0, 1, (3, 21, 2, 8)), jnp.float32) for _ in "kv")
+    rules: Any = {"scale": 0.4, "cap": cap}
+
+    def expected(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        parts = [ops.Part(k, v, jnp.asarray(at))]
+        mask = document_mask(jnp.asarray(at), parts, jnp.asarray(number), window=window)
+        return attend_with_mask(q, parts, mask, **rules)
+
+    def found(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return documents.attend_documents(
+            q, jnp.asarray(at), k, v, jnp.asarray(number), window=window, packed=False, **rules
+        )
+
+    theirs, ours = (jax.jit(lambda *x, f=f: jax.vjp(f, *x))(q, k, v) for f in (expected, found))
+    np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
+    for mine, its in zip(ours[1](slope), theirs[1](slope), strict=True):
+        np.testing.assert_allclose(mine, its, atol=2e-5)
+
+
+def test_one_document_by_cudnn_equals_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with one document, then padding; also the gradients."""
+    monkeypatch.setattr(flash, "_cudnn", lambda: cudnn)
+    monkeypatch.setattr(flash, "is_supported", lambda *_: True)
+    rng = np.random.default_rng(1)
+    at, number = draw([[21], [9]], 21)
+    q, slope = (jnp.asarray(rng.normal(0, 1, (2, 21, 6, 8)), jnp.float32) for _ in "qs")
+    k, v = (jnp.asarray(rng.normal(0, 1, (2, 21, 2, 8)), jnp.float32) for _ in "kv")
+    slope = jnp.where((at >= 0)[:, :, None, None], slope, 0)  # no loss reads padding
+
+    def run(packed: bool) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            rules: Any = {"scale": 0.4, "window": None, "cap": None, "packed": packed}
+            return documents.attend_documents(
+                q, jnp.asarray(at), k, v, jnp.asarray(number), **rules
+            )
+
+        out, back = jax.vjp(attend, q, k, v)
+        return out, *back(slope)
+
+    real = at >= 0
+    plain, fast = run(False), run(True)
+    np.testing.assert_allclose(fast[0][real], plain[0][real], atol=1e-5)
+    for mine, its in zip(fast[1:], plain[1:], strict=True):
+        np.testing.assert_allclose(mine, its, atol=2e-5)
