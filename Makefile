@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo docs test pytest test-more test-full test-gpu-programs test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -61,6 +61,11 @@ fuzz: $(VENV)/.installed-test
 # The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine.
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/sanitize.py --through-xla
+
+# What programs for a GPU consist of, compiled for an H100 without one. The compiler takes 2.5 GB, in a folder of its own,
+# since JAX would look for a GPU in each process that finds it.
+test-gpu-programs: $(VENV)/.installed-gpu-check
+	JAX_PLATFORMS=cpu $(VENV)/gpu-check/bin/python -m pytest tests/gpu/test_programs.py
 
 # The kernels for aarch64, cross-compiled and run under an emulator if both are installed.
 test-arm: $(VENV)/.installed-test
@@ -120,6 +125,11 @@ $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 $(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
 	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-gpu-check: $(VENV)/.installed-test
+	$(PYTHON) -m venv $(VENV)/gpu-check
+	$(VENV)/gpu-check/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[gpu-check,test]'
+	@touch $@
 
 # With lm-evaluation-harness and Ray, whose many dependencies the tests of every day do without.
 $(VENV)/.installed-full: $(VENV)/.installed-test

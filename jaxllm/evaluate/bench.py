@@ -162,11 +162,11 @@ def prepare_run(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     token_SB = generator.integers(0, vocabulary, (test.decode, batch)).astype(np.int32)
 
     model = promise_packed(lm.model, start)
-    return lambda: jax.block_until_ready(_decode(model, lm.params, start, token_SB))
+    return lambda: jax.block_until_ready(decode_given(model, lm.params, start, token_SB))
 
 
 @partial(Program, static_argnums=0)
-def _decode(model: Model, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
+def decode_given(model: Model, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
     """Decode given tokens step by step in one loop, as `generate` does; return maximum logits."""
 
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:

@@ -240,6 +240,10 @@ class CachedJit:
         known.append(compiled)
         return compiled(*traced)
 
+    def lower(self, *args: Any) -> Any:
+        """Return the lowered program for such arguments, or their shapes."""
+        return self._jit.lower(*args)
+
     def prepare(self, *args: Any) -> None:
         """Load or compile in another thread, for a later call, the program for such arguments.
 

@@ -1,0 +1,307 @@
+"""Compile jaxllm's programs for an H100 on a machine without one, and print what they consist of.
+
+    JAX_PLATFORMS=cpu python -m scripts.tools.gpu_programs [--only decode,prompt,weights,train]
+
+`pip install jaxllm[gpu-check]` brings the compiler. A description of the card stands for the card:
+XLA's text for an H100, in JAXLLM_TEST_DATA/gpu/h100_sxm.txtpb (XLA's sources have it, in
+backends/gpu/target_config/specs). Kernels are chosen without timing them, so a card may split or
+merge some. Times are XLA's own model of each kernel; it has none for cuDNN's, and none for starting
+a kernel. The models have two layers of TinyLlama's shape, in bfloat16.
+Example: JAX_PLATFORMS=cpu python -m scripts.tools.gpu_programs --only decode
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm import models
+from jaxllm.cache.kv import init_cache
+from jaxllm.config.model import Rope
+from jaxllm.evaluate import bench
+from jaxllm.models.compiled_steps import PREFILL
+from jaxllm.models.llama import LlamaConfig
+from jaxllm.models.sites import NO_EDITS
+from jaxllm.ops.target import trace_for
+from jaxllm.train import step as training
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.partition import Placeholder
+from jaxllm.weights.formats import for_accelerator
+from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.precision import Precision
+
+WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13")
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+STEPS = 64
+_NO_KERNELS = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "iota"}
+_OPERATION = re.compile(r"\s+(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([\w\-]+)\(")
+_TIME = re.compile(r'"reification_cost":\[\{[^}]*"exec_time_us":([\d.e+-]+)')
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
+
+
+@cache
+def missing() -> str | None:
+    """Return what is missing to compile for a GPU; None if nothing is."""
+    for wheel in WHEELS:
+        try:
+            version(wheel)
+        except PackageNotFoundError:
+            return f"{wheel} is not installed (pip install 'jaxllm[gpu-check]')"
+    if not _description().exists():
+        return "no description of a card (JAXLLM_TEST_DATA/gpu/h100_sxm.txtpb)"
+    return None
+
+
+def _description() -> Path:
+    return Path(os.environ.get("JAXLLM_TEST_DATA", DATA), "gpu", "h100_sxm.txtpb")
+
+
+@cache
+def _device() -> NamedSharding:
+    from jax.experimental import topologies
+
+    text = _description().read_text(encoding="utf-8")
+    card = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
+    return NamedSharding(topologies.make_mesh(card, (1,), ("x",)), PartitionSpec())
+
+
+@contextmanager
+def for_gpu() -> Iterator[None]:
+    """Trace for a CUDA device, as a process that has one does."""
+    with trace_for("cuda"):
+        yield
+
+
+def on_card(tree: Any) -> Any:
+    """Return the shapes of arrays as those of arrays on the card."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device()), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that does something: its kind, and the largest array that it writes.
+
+    microseconds: XLA's estimate, 0 if it has none.
+    """
+
+    kind: str
+    form: str
+    microseconds: float
+
+    @property
+    def nbytes(self) -> int:
+        return max(_sizes(self.form), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program.
+
+    text: XLA's, after all passes. temporary: bytes of arrays between its inputs and outputs.
+    seconds: of compiling. is_loop: whether its steps are a loop, the first in the text.
+    """
+
+    text: str
+    temporary: int
+    seconds: float
+    is_loop: bool = False
+
+    @cached_property
+    def computations(self) -> dict[str, list[Operation]]:
+        found = {}
+        for block in re.split(r"\n(?=%|ENTRY)", self.text):
+            head, *lines = block.split("\n")
+            name = "ENTRY" if head.startswith("ENTRY") else head.split(" ")[0]
+            found[name] = [o for line in lines if (o := _read_operation(line)) is not None]
+        return found
+
+    @property
+    def loops(self) -> list[str]:
+        """The bodies of all loops, wherever they are."""
+        return re.findall(r"while\(.*?body=(%[\w.\-]+)", self.text)
+
+    @property
+    def conditionals(self) -> int:
+        return len(re.findall(r" conditional\(", self.text))
+
+    @property
+    def step(self) -> list[Operation]:
+        """The operations of the one loop over steps, or of a program that is a step."""
+        body = self.loops[0] if self.loops and self.is_loop else "ENTRY"
+        return self.computations[body]
+
+    def count(self, kind: str) -> int:
+        """Count the operations of the step whose kind contains a text."""
+        return sum(kind in operation.kind for operation in self.step)
+
+
+def _read_operation(line: str) -> Operation | None:
+    match = _OPERATION.match(re.sub(r"/\*index=\d+\*/", "", line))
+    if match is None or match[2] in _NO_KERNELS or match[2].endswith("-done"):
+        return None
+    kind = match[2]
+    if kind == "fusion":
+        named = re.search(r'"kind":"(\w+)"', line) or re.search(r"kind=(k\w+)", line)
+        kind = named[1] if named else kind
+    elif kind == "custom-call":
+        named = re.search(r'custom_call_target="([^"]+)"', line)
+        kind = named[1] if named else kind
+    estimate = _TIME.search(line)
+    return Operation(kind, match[1], float(estimate[1]) if estimate else 0.0)
+
+
+def _sizes(form: str) -> list[int]:
+    """Return the bytes of each array of a type, as "(bf16[64,128]{1,0}, f32[])"."""
+    return [
+        _BYTES.get(name, 4) * int(np.prod([int(n) for n in shape.split(",") if n] or [1]))
+        for name, shape in re.findall(r"(\w+)\[([\d,]*)\]", form)
+    ]
+
+
+def compile_for_gpu(function: Any, *args: Any, **static: Any) -> Compiled:
+    """Compile a jitted function for the card; arrays may be shapes. Inside `for_gpu`."""
+    lowered, start = function.lower(*args, **static), time.perf_counter()
+    program = lowered.compile(compiler_options={"xla_gpu_collect_cost_model_stats": "True"})
+    took = time.perf_counter() - start
+    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, took)
+
+
+def make_model(fmt: str = "bfloat16", layers: int = 2) -> tuple[Any, Any]:
+    """Return a model of TinyLlama's shape, and its parameters as shapes on the card."""
+    config = LlamaConfig(
+        vocab_size=32000, hidden_act="silu", norm_eps=1e-5, tie_word_embeddings=False,
+        max_position_embeddings=65536, hidden_size=2048, intermediate_size=5632,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=64,
+        rope=Rope(rope_type="default", rope_theta=10000.0),
+    )  # fmt: skip
+    precision = Precision().with_dtype("bfloat16")
+    if fmt != "bfloat16":
+        precision = dataclasses.replace(precision, quantize=fmt)
+    model = models.build(config, precision)
+
+    def quantize() -> Any:
+        forms = models.param_shapes(model)
+        return map_leaves(
+            lambda path, x: precision.cast(path, jnp.ones(x.shape, "bfloat16")), forms
+        )
+
+    try:
+        params = jax.eval_shape(quantize)
+    except jax.errors.TracerArrayConversionError:  # quantized on the host
+        params = quantize()
+    return model, on_card(jax.eval_shape(for_accelerator, params))
+
+
+def cache_of(model: Any, rows: int, slots: int) -> Any:
+    return on_card(jax.eval_shape(lambda: init_cache(model, rows, slots)))
+
+
+def ints(*shape: int) -> Any:
+    return on_card(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
+def decode(rows: int, slots: int, packed: bool = True, fmt: str = "bfloat16") -> Compiled:
+    """Compile a loop of steps with so many slots per row, as `jaxllm bench` runs it."""
+    model, params = make_model(fmt)
+    tokens = ints(STEPS, rows)
+    cache = cache_of(model, rows, slots)
+    made = compile_for_gpu(bench.decode_given, model.clone(packed=packed), params, cache, tokens)
+    return dataclasses.replace(made, is_loop=True)
+
+
+def prompt(width: int, slots: int, packed: bool = True) -> Compiled:
+    """Compile a pass of a prompt into a cache."""
+    model, params = make_model()
+    cache = cache_of(model, 1, slots)
+    args = (model.clone(packed=packed), params, ints(1, width), ints(1, width), ints(1))
+    return compile_for_gpu(PREFILL, cache, (), *args, NO_EDITS, False, ())
+
+
+def train(rows: int, width: int, packed: bool) -> Compiled:
+    """Compile a training step of all weights. packed: one document a row."""
+    model, _ = make_model()
+    forms = dict(flatten(models.param_shapes(model)))
+    setup = training.Setup(model.clone(packed=packed), NextToken(), Optimizer(lr=1e-4, steps=9))
+    trained = {path: jnp.zeros((), jnp.float32) for path in forms}
+    state = jax.eval_shape(
+        lambda: training.init_state(
+            {path: jnp.broadcast_to(x, forms[path].shape) for path, x in trained.items()}, setup
+        )
+    )
+    holes = map_leaves(lambda _, x: Placeholder("bfloat16", x.shape), models.param_shapes(model))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = Rows(*[ints(1, rows, width)] * 4)
+    return compile_for_gpu(
+        training.train_step, on_card(state), holes, None, batch, on_card(key), setup=setup
+    )
+
+
+PROGRAMS: dict[str, list[tuple[str, Callable[[], Compiled]]]] = {
+    "decode": [
+        (f"{rows} row{'s' * (rows > 1)}, {slots:,} slots, {'cuDNN' if packed else 'positions'}",
+         lambda rows=rows, slots=slots, packed=packed: decode(rows, slots, packed))
+        for rows, slots in ((1, 256), (1, 8320), (1, 32896), (64, 256), (64, 2176))
+        for packed in (True, False)
+    ],
+    "prompt": [
+        (f"{width} tokens, {slots:,} slots, {'cuDNN' if packed else 'positions'}",
+         lambda width=width, slots=slots, packed=packed: prompt(width, slots, packed))
+        for width, slots in ((512, 640), (2048, 4224), (2048, 16512))
+        for packed in (True, False)
+    ],
+    "weights": [
+        (f"{fmt}, {rows} row{'s' * (rows > 1)}",
+         lambda fmt=fmt, rows=rows: decode(rows, 256, True, fmt))
+        for fmt in ("bfloat16", "int8", "int4-g64-f16", "nf4", "bf16-packed")
+        for rows in (1, 8, 64)
+    ],
+    "train": [
+        (f"4 x {width}, {'one document a row' if packed else 'documents'}",
+         lambda width=width, packed=packed: train(4, width, packed))
+        for width in (1024, 4096)
+        for packed in (True, False)
+    ],
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.splitlines()[-1]
+    )
+    parser.add_argument("--only", default=",".join(PROGRAMS), help="parts of the table")
+    options = parser.parse_args()
+    if (problem := missing()) is not None:
+        parser.exit(1, f"{problem}\n")
+    print("| program | kernels a step | of cuDNN | loops, conditionals in all | estimate, us |"
+          " largest array, MB | temporaries, MB | compiled in s |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for part in options.only.split(","):
+        for name, make in PROGRAMS[part]:
+            with for_gpu():
+                made = make()
+            largest = max((x.nbytes for x in made.step), default=0)
+            cells = (
+                f"{part}: {name}", len(made.step), made.count("cudnn"),
+                f"{len(made.loops)}, {made.conditionals}",
+                f"{sum(x.microseconds for x in made.step):.0f}", f"{largest / 1e6:.1f}",
+                f"{made.temporary / 1e6:.0f}", f"{made.seconds:.1f}",
+            )  # fmt: skip
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

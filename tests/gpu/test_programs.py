@@ -1,0 +1,95 @@
+"""What compiled programs consist of: lowered for CUDA anywhere, and compiled for an H100 where the
+wheels of `jaxllm[gpu-check]` and a description of the card are (`make test-gpu-programs`).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxllm
+from jaxllm.evaluate import bench
+from jaxllm.models.compiled_steps import PREFILL
+from jaxllm.models.sites import NO_EDITS
+from jaxllm.ops.target import trace_for
+from scripts.tools import gpu_programs as gpu
+from tests.tiny_models import random_model
+
+compiles = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+
+
+@pytest.fixture
+def card() -> Iterator[None]:
+    with gpu.for_gpu():
+        yield
+
+
+def test_lowered_steps_have_no_loop_over_slots() -> None:
+    """For a GPU, a step over 4,096 slots is a step over all of them: the loop of steps is the only
+    one, and a prompt's pass has none.
+    """
+    model, params = random_model("llama", max_position_embeddings=8192)
+    cache = jax.eval_shape(lambda: jaxllm.init_cache(model, 2, 4096))
+    token_SB = jax.ShapeDtypeStruct((8, 2), jnp.int32)
+    token_BT, length_B = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, 64), (2,)))
+    passed: Any = (model, params, token_BT, token_BT, length_B, NO_EDITS, False, ())
+
+    def count() -> list[int]:
+        loop = bench.decode_given._plain.trace(model, params, cache, token_SB)
+        once = PREFILL._jit._plain.trace(cache, (), *passed)
+        texts = (x.lower(lowering_platforms=("cuda",)).as_text() for x in (loop, once))
+        return [text.count("stablehlo.while") for text in texts]
+
+    assert count() == [2, 1]  # blocks of 256 slots, on a CPU without kernels
+    with trace_for("rocm"):
+        assert count() == [1, 0]
+
+
+@compiles
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("rows", "slots"), [(1, 8320), (64, 2176)])
+def test_decode_step_is_one_loop_of_few_kernels(
+    card: None, rows: int, slots: int, packed: bool
+) -> None:
+    """Two layers in at most 64 kernels, nothing conditional, and no copy of a cache."""
+    made = gpu.decode(rows, slots, packed)
+    assert len(made.loops) == 1 and made.conditionals == 0
+    assert len(made.step) <= (52 if packed else 64)
+    assert made.count("cudnn") == (2 if packed else 0)
+    one_layer = rows * slots * 4 * 64 * 2
+    copies = [x for x in made.step if x.kind in ("copy", "transpose") and x.nbytes >= one_layer]
+    assert copies == []
+    if packed:  # the loop's own cache, of which the caller keeps the first
+        assert made.temporary < 4.2 * one_layer + 60e6
+
+
+@compiles
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("fmt", ["int8", "int4-g64-f16"])
+def test_integer_weights_are_not_written_out(card: None, fmt: str, rows: int) -> None:
+    """No array of a step is as large as a layer's smallest weight in bfloat16, `[2048, 2048]`."""
+    if fmt.startswith("int4") and rows > 1 and jax.__version_info__ < (0, 11):
+        pytest.skip("XLA fuses groups of int4 from jax 0.11 on")
+    made = gpu.decode(rows, 256, fmt=fmt)
+    written = [x for x in made.step if x.nbytes >= 2048 * 2048 * 2 and "256,4,64" not in x.form]
+    activations = rows * 32000 * 4
+    assert [x.form for x in written if x.nbytes > activations] == []
+
+
+@compiles
+def test_prompt_has_no_scores(card: None) -> None:
+    """2,048 tokens after 16,384: two calls of cuDNN a layer, and nothing as large as scores."""
+    made = gpu.prompt(2048, 16512)
+    assert made.count("cudnn") == 4 and made.loops == [] and made.temporary < 200e6
+
+
+@compiles
+@pytest.mark.parametrize("packed", [True, False])
+def test_training_has_no_scores(card: None, packed: bool) -> None:
+    """4 x 4,096 tokens: the scores of one layer would be 8.6 GB in float32."""
+    made = gpu.train(4, 4096, packed)
+    assert made.temporary < 4e9
+    assert made.count("cudnn") == (4 if packed else 0)
+    assert all(x.nbytes < 1e9 for step in made.computations.values() for x in step)
