@@ -40,7 +40,7 @@ from jaxllm.models.inputs import (
     is_concrete,
     next_positions,
 )
-from jaxllm.models.packing import promise_packed
+from jaxllm.models.packing import promise_packed, warn_without_cudnn
 from jaxllm.models.site_inputs import (
     check_edits,
     check_read,
@@ -346,6 +346,7 @@ def _prefill_passes(
     tokens_BT = as_array("tokens", tokens_BT)
     if positions_BT is None:
         model = promise_packed(model, cache)
+    warn_without_cudnn(model.config, cache.dtype, np.shape(tokens_BT)[-1])
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")

@@ -321,7 +321,8 @@ NAMED = ("id", "attr", "arg", "name")  # fields of syntax nodes
 FOREIGN = {
     "llama_decode", "simple_evaluate", "pp128", "tg32", "auto_map", "memory_analysis", "blocks",
     "SITE", "L", "LAYER", "distill", "convert_lora_to_gguf", "peft", "to_bytes", "serialization",
-    "QuantLinear", "pack", "WQLinear_GEMM", "LlamaModel", "permute", "traceback", "print_last", "sys", "last_value",
+    "QuantLinear", "pack", "WQLinear_GEMM", "LlamaModel", "permute", "traceback",
+    "print_last", "sys", "last_value",
     "_fake_quantize_learnable_per_channel_affine", "concurrent", "futures", "lm_eval", "quant",
     "save_pretrained", "merge_and_unload", "gguf_convert_endian", "model_args",
 }  # fmt: skip

@@ -253,6 +253,11 @@ def _check_devices(stages: _Stages) -> Finding:
             "jax", "warning", f"{text}, although {gpus[0]} is there",
             "install JAX for it: python -m pip install 'jaxllm[cuda]', or set JAX_PLATFORMS=cpu",
         )  # fmt: skip
+    if facts.get("cudnn"):
+        return Finding(
+            "jax", "warning", f"{text}; long texts are slow: {facts['cudnn']}",
+            "install cuDNN with JAX: python -m pip install 'jaxllm[cuda]'",
+        )  # fmt: skip
     return Finding("jax", "ok", text if gpus else f"{text}; no GPU")
 
 

@@ -22,6 +22,7 @@ def info(
         from jaxllm.convert.registry import open_checkpoint, stores_tokenizer
         from jaxllm.models import build, param_shapes
         from jaxllm.models.moe import max_read_fraction
+        from jaxllm.models.packing import describe_attention
         from jaxllm.ops import native
 
     opened = open_checkpoint(model, strict=strict)
@@ -46,6 +47,7 @@ def info(
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": stores_tokenizer(opened),
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
+        "attention": describe_attention(config, opened.precision.cache),
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }
     if as_json:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import flash, native
+from jaxllm.ops.target import target
 from jaxllm.weights.formats import as_format, as_weight, to_dense
 
 DEVICES, LIBRARY, BANDWIDTH = "devices", "library", "bandwidth"
@@ -138,6 +139,7 @@ def _describe_devices() -> dict[str, Any]:
         "jaxlib": jax.lib.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in found],
+        "cudnn": flash.find_problem() if target() == "cuda" else None,
     }
 
 

@@ -4,6 +4,8 @@ Found by looking at a cache's positions before a program starts, so it cannot be
 `jit`, where nothing can be looked at, attention goes by positions.
 """
 
+import warnings
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
+from jaxllm.config.model import ModelConfig
 from jaxllm.ops import flash
-from jaxllm.ops.target import target
+from jaxllm.ops.target import is_accelerator, target
 from jaxllm.weights.model import Model
+
+LONG_TEXT = 4096  # tokens from which attention decides how long a GPU takes
 
 
 def promise_packed(model: Model, cache: KVCache, lengths_B: Any = None) -> Model:
@@ -30,6 +35,45 @@ def promise_packed(model: Model, cache: KVCache, lengths_B: Any = None) -> Model
     readable = cache.dtype in flash.DTYPES and flash.find_problem() is None
     now = equal and readable and not cache.memory and is_packed(cache)
     return model if now == packed else model.clone(packed=now)
+
+
+def describe_attention(config: ModelConfig, cache_dtype: str) -> str:
+    """Return how this process computes attention over a cache."""
+    if not is_accelerator():
+        return "on the CPU, in blocks of slots"
+    problem = _find_problem(config, cache_dtype)
+    return "cuDNN where slots are packed" if problem is None else f"XLA, without cuDNN: {problem}"
+
+
+def warn_without_cudnn(config: ModelConfig, cache_dtype: str, tokens: int) -> None:
+    """Warn, once for each reason, that a long text takes longer than a GPU could."""
+    if tokens >= LONG_TEXT and target() == "cuda":
+        _warn_once(_find_problem(config, cache_dtype))
+
+
+@cache
+def _warn_once(problem: str | None) -> None:
+    if problem is not None:
+        warnings.warn(
+            f"long texts are slower than this GPU allows: attention runs without cuDNN ({problem})",
+            stacklevel=4,
+        )
+
+
+def _find_problem(config: ModelConfig, cache_dtype: str) -> str | None:
+    """Return why cuDNN cannot read this model's caches, or not those of all layers."""
+    if target() != "cuda":
+        return "this is no NVIDIA GPU"
+    if cache_dtype not in flash.DTYPES:
+        return f"the cache is {cache_dtype}, not bfloat16"
+    if config.head_dim > flash.MAX_HEAD or config.head_dim % 8:
+        return f"heads of {config.head_dim} numbers"
+    layers = range(config.num_hidden_layers)
+    if any(config.window(i) is not None for i in layers):
+        return "layers with a sliding window"
+    if getattr(config, "attention_cap", None) is not None:
+        return "a soft cap on scores"
+    return flash.find_problem()
 
 
 def is_packed(cache: KVCache) -> bool:

@@ -121,3 +121,22 @@ def test_training_gradients_equal_cpu(family: str) -> None:
     with trace_for("rocm"):
         found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(assert_close, found, jax.tree.map(np.asarray, expected))
+
+
+def test_reason_against_cudnn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt of a model that cuDNN cannot read warns once, with the reason."""
+    from jaxllm.models import packing
+
+    monkeypatch.setattr(flash, "find_problem", lambda: None)
+    monkeypatch.setattr(packing, "LONG_TEXT", 16)
+    packing._warn_once.cache_clear()
+    llama, gemma = random_model("llama", head_dim=8), random_model("gemma2", head_dim=8)
+    assert "CPU" in packing.describe_attention(llama[0].config, "bfloat16")
+    with trace_for("cuda"):
+        assert packing.describe_attention(llama[0].config, "bfloat16").startswith("cuDNN")
+        assert "int8" in packing.describe_attention(llama[0].config, "int8")
+        assert "window" in packing.describe_attention(gemma[0].config, "bfloat16")
+        cache = jaxllm.init_cache(gemma[0], 1, 32, dtype="bfloat16")
+        with pytest.warns(UserWarning, match="slower than this GPU allows.*sliding window"):
+            jaxllm.prefill(*gemma, cache, tokens(1, 20))
+        jaxllm.prefill(*gemma, cache, tokens(1, 20))
