@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import typer
 from safetensors import safe_open
@@ -494,3 +495,13 @@ def test_closed_output_pipe_is_no_error() -> None:
     assert done.returncode == 0
     assert len(done.stdout) == 5
     assert b"Traceback" not in done.stderr
+
+
+def test_full_memory_is_told_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation that fails names what fills the memory; 128 TB fit nowhere."""
+    held = jnp.zeros((1, 1000, 1000, 1000), jnp.int8)
+    monkeypatch.setattr(jaxllm.LM, "stream", lambda *_, **__: jnp.zeros(1 << 45, jnp.float32))
+    monkeypatch.setattr(jaxllm.LM, "generate", lambda *_, **__: jnp.zeros(1 << 45, jnp.float32))
+    told = "140737488355328 bytes could not be had for temporary arrays or a cache, beside 1.0"
+    assert_refused(run, told, "generate", "demo:llama", "x")
+    del held

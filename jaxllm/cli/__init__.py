@@ -24,6 +24,7 @@ from jaxllm.cli.command import Command, describe_error, make_command
 from jaxllm.cli.console import log, write, write_stderr
 from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
+from jaxllm.runtime.device_memory import describe_full_memory
 
 # In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
 # ends its --help. The last command, train, has subcommands.
@@ -106,9 +107,13 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     except OSError as error:
         status = _report_failure(_describe_os_error(error))
     except (ValueError, RuntimeError) as error:  # what JAX raises
-        if not (signals.is_supervised() and multihost.is_connection_lost(error)):
+        full = describe_full_memory(error)
+        if full is not None:
+            status = _report_failure(full)
+        elif not (signals.is_supervised() and multihost.is_connection_lost(error)):
             raise
-        supervisor.exit_on_lost_peer(error)
+        else:
+            supervisor.exit_on_lost_peer(error)
     multihost.leave_group(status or 0)
     sys.exit(status)
 
