@@ -499,9 +499,9 @@ def test_closed_output_pipe_is_no_error() -> None:
 
 def test_full_memory_is_told_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation that fails names what fills the memory; 128 TB fit nowhere."""
-    held = jnp.zeros((1, 1000, 1000, 1000), jnp.int8)
+    held = jnp.zeros((1, 100, 1000, 1000), jnp.int8)
     monkeypatch.setattr(jaxllm.LM, "stream", lambda *_, **__: jnp.zeros(1 << 45, jnp.float32))
     monkeypatch.setattr(jaxllm.LM, "generate", lambda *_, **__: jnp.zeros(1 << 45, jnp.float32))
-    told = "140737488355328 bytes could not be had for temporary arrays or a cache, beside 1.0"
+    told = "140737488355328 bytes could not be had for temporary arrays or a cache, beside 0.1"
     assert_refused(run, told, "generate", "demo:llama", "x")
     del held

@@ -81,12 +81,21 @@ def test_openvino_logits_equal_transformers(
             np.testing.assert_allclose(logits[:, 0], expected[:, past - 1], atol=2e-5)
 
 
-def test_gpu_times_each_test(capsys: Printed) -> None:
-    options = argparse.Namespace(batches="1,2", prompt=8, decode=2, layers=1)
-    gpu.measure("tiny", "int4-g64-f16", options)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["test"] for row in rows] == ["tg2", "tg2 x 2", "pp8"]
-    assert all(row["rate"] > 0 and row["bus"] > 0 for row in rows)
+def test_gpu_times_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, a serving loop and training steps have rows; what is longer than asked has none."""
+    monkeypatch.setattr(gpu, "NEW", 2)
+    monkeypatch.setattr(gpu, "RUNS", 1)
+    monkeypatch.setattr(gpu, "DECODING", {"bfloat16": [(1, 0), (2, 8), (1, 99)]})
+    monkeypatch.setattr(gpu, "PROMPTS", {"bfloat16": [8, 99]})
+    monkeypatch.setattr(gpu, "TRAINING", [(2, 16)])
+    monkeypatch.setattr(gpu, "SERVED", (2, 4, 3))
+    options = argparse.Namespace(longest=16, rows=2, layers=1)
+    rows = list(gpu.measure("tiny", "bfloat16", options))
+    names = ["tg2", "tg2 @ d8 x 2", "pp8", "serve, 2 rows, 4 + 3", "lora step, 2 x 16"]
+    assert [row["test"] for row in rows] == [*names, "full step, 2 x 16"]
+    assert all(row["rate"] > 0 and row["device"] for row in rows)
+    lines = [gpu.describe("tiny", "bfloat16", row) for row in rows]
+    assert all(line.count("|") == 10 for line in lines)
 
 
 @pytest.mark.more
