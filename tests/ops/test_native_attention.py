@@ -120,6 +120,21 @@ def test_bfloat16_queries_attend_bfloat16_cache(heads: tuple[int, int, int]) -> 
             assert off.max() < 2**-7, isa  # two roundings to 8 bits
 
 
+def test_scores_of_later_spans_may_be_far_larger() -> None:
+    """Slots are folded in spans of 512, whose softmaxes are merged: from -150 to 150 is e**300."""
+    at = np.arange(1300)[None]
+    k = np.where(at < 512, -1.5, np.where(at < 1024, 1.5, 0.5))[:, :, None, None] * np.ones(16)
+    v = np.random.default_rng(3).normal(0, 1, k.shape)
+    k, v, q = (x.astype(np.float32) for x in (k, v, np.full((1, 1, 1, 16), 6.25)))
+    parts = [ops.Part(jnp.asarray(k), jnp.asarray(v), jnp.asarray(at, jnp.int32))]
+    now = np.array([[1300]])
+    expected = brute_force(q, now, [(k, v, at)], 1.0, None)
+    for isa in native.available_isas():
+        native.isa(isa)
+        out = ops.attend(jnp.asarray(q), jnp.asarray(now), parts, scale=1.0, window=None)[0]
+        np.testing.assert_allclose(out, expected, atol=1e-5, err_msg=isa)
+
+
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
 def test_attention_confines_value_that_is_not_finite(cache_dtype: str) -> None:
     """A NaN or infinite value reaches only the queries and heads that attend to it."""
