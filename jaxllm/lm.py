@@ -540,7 +540,7 @@ class LM:
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt.
 
-        parse_special: read special tokens in a text, as in "<|fim_prefix|>", instead of their
+        parse_special: read special tokens in a text, as in `"<|fim_prefix|>"`, instead of their
         letters: not for text of untrusted users.
         """
         bos, size = self.generation.get("bos_token_id"), self.config.vocab_size
