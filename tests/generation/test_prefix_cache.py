@@ -140,6 +140,8 @@ def test_invariant_models_keep_the_bits_of_plain_serve(name: str) -> None:
         found = answers(serve(model, params, some, **SHAPE, prefix_cache=store))
         assert found == {request.id: expected[request.id] for request in some}
     assert store.stats().hit_tokens
+    few = answers(serve(model, params, requests[:3], rows=8, capacity=96, burst=4))
+    assert few == {request.id: expected[request.id] for request in requests[:3]}
     for request in requests[::5]:
         alone = serve(model, params, [request], rows=1, capacity=96, chunk=7, burst=1)
         assert answers(alone)[request.id] == expected[request.id]
