@@ -149,7 +149,7 @@ def slice_context(scope: AttentionContext, number: jax.Array, count: int) -> Att
         return take_microbatch(x, number, count) if x.shape[0] == batch else x
 
     fields = scope._asdict()
-    fixed = {name: fields.pop(name) for name in ("mass", "hooks", "read")}
+    fixed = {name: fields.pop(name) for name in ("mass", "hooks", "read", "packed")}
     parts: dict[str, Any] = jax.tree.map(part, fields)
     return AttentionContext(**parts, **fixed)
 
