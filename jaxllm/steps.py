@@ -346,7 +346,6 @@ def _prefill_passes(
     tokens_BT = as_array("tokens", tokens_BT)
     if positions_BT is None:
         model = promise_packed(model, cache)
-    warn_without_cudnn(model.config, cache.dtype, np.shape(tokens_BT)[-1])
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")
@@ -359,6 +358,7 @@ def _prefill_passes(
     names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
     checked = check_edits(model, edits, cache.batch, 1, None)
     T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
+    warn_without_cudnn(model.config, cache.dtype, T)
     widths = PASS_WIDTHS["accelerator" if is_accelerator() else "cpu"]
     width = next((w for w in widths if w < chunk and 2 * w >= T), chunk)
     padding = ((0, 0), (0, -T % width))

@@ -33,6 +33,7 @@ INVALID: dict[str, list[Any]] = {
     "whole": [None, 1.5, True, "1", BIG, object(), jnp.float32(1)],
     "whole?": [1.5, True, "1", BIG, object(), -1],
     "count": [None, 1.5, True, "1", 0, object(), jnp.float32(1)],
+    "count?": [1.5, True, "1", 0, object(), jnp.float32(1)],
     "row": [None, 1.5, True, "1", BIG, [0], -1, 9],
     "number": [True, "1", "x", object(), math.nan],
     "rows": [None, [1.7], ["1"], [True, False], [BIG], [2**70], [None], 0, [],
@@ -139,7 +140,7 @@ STEPS: dict[str, Call] = {
     "decode_step": Call(jaxllm.decode_step, "model - cache token", lambda m: (*m, [5, 6])),
     "prefill": Call(
         jaxllm.prefill, "- params cache ids", lambda m: (*m, [[5], [6]]),
-        {"lengths_B": "lengths", "chunk": "count"},
+        {"lengths_B": "lengths", "chunk": "count?"},
     ),
     "init_cache": Call(
         jaxllm.init_cache, "model whole whole", lambda m: (m[0], 1, 8),

@@ -15,8 +15,11 @@ from jaxllm.train.objective import NextToken
 from tests.gpu import cudnn
 from tests.tiny_models import KINDS, assert_close, random_model, tokens
 
+_MORE = ("gpt2", "gpt_neox", "mixtral")
 FAMILIES = [
-    name if name in ("llama", "gemma2") else pytest.param(name, marks=pytest.mark.more)
+    name
+    if name in ("llama", "gemma2")
+    else pytest.param(name, marks=pytest.mark.more if name in _MORE else pytest.mark.full)
     for name in KINDS
 ]
 

@@ -81,6 +81,7 @@ def test_openvino_logits_equal_transformers(
             np.testing.assert_allclose(logits[:, 0], expected[:, past - 1], atol=2e-5)
 
 
+@pytest.mark.more
 def test_gpu_times_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, a serving loop and training steps have rows; what is longer than asked has none."""
     monkeypatch.setattr(gpu, "NEW", 2)
