@@ -55,8 +55,10 @@ def test_random_kills_do_not_change_output(
     out = tmp_path / "out.jsonl"
     arguments = ["batch", "demo:llama", prompts, *OPTIONS, "--workers", 2, *more, "--out", out]
     parts = tmp_path / "out.jsonl.parts"
-    killed = run_with_random_kills(arguments, parts, is_worker, workers=12, drivers=3, status=1)
-    assert killed == (12, 3)
+    workers, drivers = run_with_random_kills(
+        arguments, parts, is_worker, workers=12, drivers=3, status=1
+    )
+    assert workers >= 3 and drivers >= 1  # a fast machine ends before all of them
     assert out.read_bytes() == reference.read_bytes()
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == [f"row {n}" for n in range(1000)]
