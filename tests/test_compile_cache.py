@@ -152,3 +152,14 @@ def test_generate_reports_compile_time(
     later = "; the next run reuses the programs" * enabled
     assert err.endswith(f" s (5.5 s of it compiling{later})\n")
     assert json.loads(run("generate", "-p", "Tom", "-n", 1, "--json")[1])["compile_s"] == 5.5
+
+
+def test_folder_within_the_folder_of_programs_is_allowed(tmp_path: Path) -> None:
+    """XLA keeps a GPU's measurements in one; others must not be able to write there."""
+    from jaxllm.files.program_folder import find_folder_problem
+
+    inner = tmp_path / "programs" / "xla_gpu_per_fusion_autotune_cache_dir"
+    inner.mkdir(parents=True, mode=0o700)
+    assert find_folder_problem(inner.parent) == ""
+    inner.chmod(0o777)
+    assert "something other" in find_folder_problem(inner.parent)
