@@ -56,7 +56,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 # A prompt runs in passes of the first width of which two suffice, else of `chunk` tokens.
-PASS_WIDTHS = {"cpu": (16, 64), "accelerator": (64, 512)}
+PASS_WIDTHS, ACCELERATOR_WIDTHS = (16, 64), (64, 512)
 
 EditMap = Mapping[str, Any]  # from sites to edits or functions, or lists of them
 
@@ -237,8 +237,9 @@ def decode_step(
 
 
 def default_chunk() -> int:
-    """Return how many tokens of a prompt run at once by default: 256, or 2,048 on an accelerator,
-    whose products of fewer rows are bound by reading the weights.
+    """Return how many tokens of a prompt run at once by default: 256, or 2,048 on an accelerator.
+
+    With fewer rows, an accelerator's products take as long as reading the weights.
     """
     return 2048 if is_accelerator() else 256
 
@@ -359,7 +360,7 @@ def _prefill_passes(
     checked = check_edits(model, edits, cache.batch, 1, None)
     T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
     warn_without_cudnn(model.config, cache.dtype, T)
-    widths = PASS_WIDTHS["accelerator" if is_accelerator() else "cpu"]
+    widths = ACCELERATOR_WIDTHS if is_accelerator() else PASS_WIDTHS
     width = next((w for w in widths if w < chunk and 2 * w >= T), chunk)
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)

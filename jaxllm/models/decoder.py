@@ -273,7 +273,7 @@ class Decoder(Model, nn.Module):
         token_table: Name of the embedding table.
         remat, runner: See `layers.run_blocks`.
         packed: A promise about the caches and tokens that it is given, as in `ops.attend`
-            (`steps.promise_packed`).
+            (`packing.promise_packed`).
     """
 
     config: ModelConfig

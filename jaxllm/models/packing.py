@@ -1,4 +1,4 @@
-"""Whether cuDNN may read a cache: it knows how many slots of a row are used, not which.
+"""Whether cuDNN may read a cache: it reads the first slots of a row, and no positions.
 
 Found by looking at a cache's positions before a program starts, so it cannot be wrong. Inside
 `jit`, where nothing can be looked at, attention goes by positions.

@@ -76,7 +76,8 @@ def _attend(
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, rules: Rules) -> Any:
-    queries = Queries.from_heads(q, tokens.position_BT, [Part(k, v, None)], **rules._asdict())  # type: ignore[arg-type]
+    new = Part(k, v, tokens.position_BT)
+    queries = Queries.from_heads(q, tokens.position_BT, [new], **rules._asdict())
 
     def step(state: Any, block: tuple[Part, jax.Array]) -> tuple[Any, None]:
         part, document_BS = block
@@ -92,7 +93,8 @@ def _backward(rules: Rules, saved: Any, slope_BTNH: jax.Array) -> Any:
     q, k, v, tokens, out_BTNH, lse_BKGT = saved
     B, T, N, H = q.shape
     K = k.shape[2]
-    queries = Queries.from_heads(q, tokens.position_BT, [Part(k, v, None)], **rules._asdict())  # type: ignore[arg-type]
+    new = Part(k, v, tokens.position_BT)
+    queries = Queries.from_heads(q, tokens.position_BT, [new], **rules._asdict())
     slope_BTKGH = slope_BTNH.reshape(B, T, K, N // K, H)
     product = slope_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)
     d_BKGT = jnp.moveaxis(product.sum(axis=-1).reshape(B, T, K, N // K), 1, 3)

@@ -2,8 +2,8 @@
 
 cuDNN knows lengths, not positions: it reads the first slots of a row. Softmax does not depend on
 the order of slots, so a row qualifies if its used slots come first, whatever their order. Each
-cached part, and the new tokens, has a softmax of its own; they are merged by their float32
-log-sum-exp (Rabe & Staats 2021, section 2).
+cached part has its own softmax, the new tokens too. `merge` joins them by their float32 log-sum-exp
+(Rabe & Staats 2021, section 2).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def find_problem() -> str | None:
     """Return why cuDNN cannot be used in this process; None if it can."""
     try:
         _cudnn().check_cudnn_version()
-    except Exception as error:
+    except (AttributeError, ImportError, RuntimeError) as error:  # or JAX has moved it
         return f"cuDNN: {error}"
     return None
 

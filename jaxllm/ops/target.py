@@ -60,8 +60,8 @@ _NO_TRACE = get_opaque_trace_state(convention="flax")
 
 
 class Program:
-    """`jax.jit(function)` with the compiler options of the device; within another program, whose
-    options hold, without.
+    """`jax.jit(function)` with the device's compiler options. Inside another program it has none:
+    those of the outer program apply.
 
     JAXLLM_GPU_OPTIONS=0 leaves XLA's own options, for drivers before CUDA 12.4.
     """

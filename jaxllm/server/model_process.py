@@ -163,20 +163,23 @@ class ModelProcess:
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
-        Nothing runs, and none is begun while a client's request is open.
+        It runs nothing. It starts no program while a client's request is open.
         """
         from jaxllm.generation.batching.compile_ahead import compile_ahead
 
         if self.lm.config.score is not None:  # it predicts no tokens
             return
-        requests = [{"prompt": [0], **options} for options in _USUAL_OPTIONS]
-        usual = [self.lm.prepare_request(request).config.sampler for request in requests]
-        loop = self._server.find_loop(usual).result()
+        usual = []
+        for options in _USUAL_OPTIONS:
+            with suppress(JaxllmError):  # what the checkpoint's options refuse, requests meet too
+                usual.append(self.lm.prepare_request({"prompt": [0], **options}).config.sampler)
         adapter = self.lm.adapter_index(None) if self.lm.adapters else None
         size = None if self._prefix_cache is None else self._prefix_cache.chunk
-        for _ in compile_ahead(loop, adapter, size):
-            while self._cancelled:  # requests of clients come first
-                time.sleep(IDLE_CHECK_S)
+        with suppress(JaxllmError, RuntimeError):  # requests report it, if they need the program
+            loop = self._server.find_loop(usual).result()
+            for _ in compile_ahead(loop, adapter, size):
+                while self._cancelled:  # requests of clients come first
+                    time.sleep(IDLE_CHECK_S)
         self._programs = 0  # these are no reason to forget any
 
     def _describe_cache(self) -> Frame:

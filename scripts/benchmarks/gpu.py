@@ -6,8 +6,8 @@ One decision: weights and texts are random, so that no file is needed. A row is 
 it is measured: the rate, its share of the memory bandwidth (a copy of 1 GiB in the same process) or
 teraflops, the seconds of the first run, which compiles, and the peak of the device's memory. Where
 torch and transformers are installed, they do the same afterwards. Each shape and format is a
-process of its own. `--minutes` ends the run: what is not measured by then is left out, with a line
-that says so. Results: docs/benchmarks/gpu.md.
+process of its own. The run ends after `--minutes`; a line names each part that it left out.
+Results: docs/benchmarks/gpu.md.
 Example: python scripts/benchmarks/gpu.py --shapes tinyllama --formats bfloat16 --minutes 4
 """
 

@@ -15,8 +15,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,13 +78,6 @@ def _device() -> NamedSharding:
     return NamedSharding(topologies.make_mesh(card, (1,), ("x",)), PartitionSpec())
 
 
-@contextmanager
-def for_gpu() -> Iterator[None]:
-    """Trace for a CUDA device, as a process that has one does."""
-    with trace_for("cuda"):
-        yield
-
-
 def on_card(tree: Any) -> Any:
     """Return the shapes of arrays as those of arrays on the card."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device()), tree)
@@ -145,7 +137,7 @@ class Compiled:
         return self.computations[body]
 
     def count(self, kind: str) -> int:
-        """Count the operations of the step whose kind contains a text."""
+        """Count the step's operations with this text in their kind."""
         return sum(kind in operation.kind for operation in self.step)
 
 
@@ -173,7 +165,7 @@ def _sizes(form: str) -> list[int]:
 
 
 def compile_for_gpu(function: Any, *args: Any, **static: Any) -> Compiled:
-    """Compile a jitted function for the card; arrays may be shapes. Inside `for_gpu`."""
+    """Compile a jitted function for the card; arrays may be shapes. Inside `trace_for("cuda")`."""
     lowered, start = function.lower(*args, **static), time.perf_counter()
     program = lowered.compile(compiler_options={"xla_gpu_collect_cost_model_stats": "True"})
     took = time.perf_counter() - start
@@ -291,7 +283,7 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for part in options.only.split(","):
         for name, make in PROGRAMS[part]:
-            with for_gpu():
+            with trace_for("cuda"):
                 made = make()
             largest = max((x.nbytes for x in made.step), default=0)
             cells = (

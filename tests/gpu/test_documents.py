@@ -8,10 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllm
 from jaxllm import ops
 from jaxllm.ops import documents, flash
 from jaxllm.ops.masked import attend_with_mask, document_mask
 from jaxllm.ops.target import trace_for
+from jaxllm.train import jobs
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_ids
+from jaxllm.train.loop import TrainPlan
+from jaxllm.train.optimizer import Optimizer
 from tests.gpu import cudnn
 
 
@@ -87,3 +93,25 @@ def test_one_document_by_cudnn_equals_masked_attention(monkeypatch: pytest.Monke
     np.testing.assert_allclose(fast[0][real], plain[0][real], atol=1e-5)
     for mine, its in zip(fast[1:], plain[1:], strict=True):
         np.testing.assert_allclose(mine, its, atol=2e-5)
+
+
+def test_training_promises_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only data that has no packed rows, for training and evaluation, is given to cuDNN."""
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    monkeypatch.setattr(jobs, "train", lambda params, data, setup, plan, **_: setup.model.packed)
+
+    def dataset(lengths: list[int]) -> Dataset:
+        return Dataset(from_ids([np.arange(1, n) for n in lengths]), width=16)
+
+    def run(*data: Dataset) -> bool:
+        job, optimizer = jobs.full_finetune(lm), Optimizer(lr=1e-4, steps=1)
+        evaluated = data[1] if len(data) > 1 else None
+        packed: Any = jobs.run_job(job, data[0], optimizer, TrainPlan(steps=1), eval_data=evaluated)
+        return bool(packed)
+
+    whole, shared = dataset([18, 16]), dataset([6, 7])
+    assert (whole.has_one_document, shared.has_one_document) == (True, False)
+    assert not run(whole)  # here: an AMD GPU
+    with trace_for("cuda"):
+        assert run(whole) and run(whole, whole)
+        assert not run(shared) and not run(whole, shared)

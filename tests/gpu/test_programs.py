@@ -22,7 +22,7 @@ compiles = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing(
 
 @pytest.fixture
 def card() -> Iterator[None]:
-    with gpu.for_gpu():
+    with trace_for("cuda"):
         yield
 
 

@@ -1,6 +1,7 @@
 """Both ends of the socket between the HTTP process and the model's, each by itself."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -203,6 +204,17 @@ def test_warm_up_compiles_what_drafted_requests_need(
         proposed, accepted, drafts = done["draft_stats"]
         assert 0 < drafts < proposed == accepted
     assert compiled[before:] == []
+
+
+def test_warm_up_leaves_out_what_the_checkpoint_refuses(lm: Any) -> None:
+    """A checkpoint with options that no request of a batch can have is served all the same."""
+    beams = dataclasses.replace(lm, generation={"num_beams": 4})
+    frames = _Frames()
+    process = ModelProcess(beams, ModelSettings(rows=1, capacity=64), frames)  # type: ignore[arg-type]
+    process.warm_up()
+    options = {"max_new_tokens": 3, "seed": 0, "num_beams": 1, "temperature": 1.0}
+    process.receive({**GENERATE, "id": 1, "prompt": "x", "options": options})
+    assert frames.wait_for(partial(is_end, 1))["done"]["finish_reason"] == "length"
 
 
 def is_end(number: int, frame: Any) -> bool:

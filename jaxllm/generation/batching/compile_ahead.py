@@ -43,8 +43,8 @@ class Loop(NamedTuple):
 
 
 class LoopQuery(NamedTuple):
-    """Takes the place of a request: calls `reply` with the loop, whose state then has samplers of
-    these kinds. The state's arrays must not be kept: the loop writes them in place.
+    """Takes the place of a request. The loop adds these kinds of samplers to its state, and calls
+    `reply` with itself. Do not keep the state's arrays: the loop writes them in place.
     """
 
     samplers: Sequence[Sampler]

@@ -7,7 +7,8 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,6 @@ def serve(
     its = open_draft(draft, draft_tokens, model, params, cache)
     now = ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
     source, more, pace = iter(requests), True, DraftPace()
-    vocab = model.config.vocab_size
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or now.active:
         while more and len(now.active) < rows:
@@ -148,8 +148,10 @@ def serve(
             if request is None:
                 break
             if isinstance(request, LoopQuery):
-                fitted = [fit_sampler(x, vocab, capacity + 1) for x in request.samplers]
-                now = _add_samplers(now, dict(fitted))
+                for sampler in request.samplers:
+                    with suppress(SamplingError):  # it is not for one row
+                        kind, fitted = fit_sampler(sampler, model.config.vocab_size, capacity + 1)
+                        now = _add_sampler(now, kind, fitted)
                 request.reply(Loop(model, params, now, chunk, burst, store.multiple, few_rows))
                 continue
             if isinstance(request, RejectedRequest):
@@ -253,7 +255,7 @@ def _admit_request(
     key = row_keys(request.seed, 1)[0]
     places = state.context.token_BL.shape[1]
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
-    state = _add_samplers(state, {kind: sampler})
+    state = _add_sampler(state, kind, sampler)
     row = min(set(range(rows)) - set(state.active))
     token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
     position_BS, context, stacked = fill_row(
@@ -350,13 +352,13 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
     return [run for run in runs if run.index_T.size]
 
 
-def _add_samplers(state: ServeState, samplers: Mapping[Hashable, Sampler]) -> ServeState:
-    """Return the state with these samplers by kind. Each set and order of kinds compiles a
-    program: so unused ones are dropped once there are many, and the order is not that of arrival.
+def _add_sampler(state: ServeState, kind: Hashable, sampler: Sampler) -> ServeState:
+    """Return the state with one more kind of sampler, if it is new. Each set and order of kinds
+    compiles a program: so unused ones are dropped once there are many, and the order is not that
+    of arrival.
     """
-    held, rows = dict(state.samplers), state.cache.batch
-    held |= {kind: stack_sampler(one, rows) for kind, one in samplers.items() if kind not in held}
+    held = {kind: stack_sampler(sampler, state.cache.batch), **state.samplers}
     if len(state.samplers) >= _MAX_KINDS:
-        used = {*samplers, *(seat.kind for seat in state.active.values())}
-        held = {kind: stacked for kind, stacked in held.items() if kind in used}
-    return state._replace(samplers={kind: held[kind] for kind in sorted(held, key=str)})
+        used = {kind, *(seat.kind for seat in state.active.values())}
+        held = {name: stacked for name, stacked in held.items() if name in used}
+    return state._replace(samplers={name: held[name] for name in sorted(held, key=str)})
