@@ -54,8 +54,9 @@ _LOOP_OPTIONS = {
     ),
     "xla_gpu_graph_min_graph_size": "1",
 }
-# Groups of int4 weights are multiplied as they are stored, not written out as floats first.
-_INT4_OPTIONS = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": "True"}
+# Groups of integer weights are multiplied as they are stored, not written out as floats first.
+_INTEGER_OPTIONS = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": "True"}
+_INTEGERS = (jnp.int4, jnp.int8)
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 
 
@@ -70,7 +71,7 @@ class Program:
         self._plain = jax.jit(function, **options)
         self._for_cuda = [
             jax.jit(function, **options, compiler_options=chosen)
-            for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INT4_OPTIONS)
+            for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INTEGER_OPTIONS)
         ]
 
     def _choose(self, args: tuple[Any, ...]) -> Any:
@@ -79,7 +80,7 @@ class Program:
         if get_opaque_trace_state(convention="flax") != _NO_TRACE:
             return self._plain
         leaves = jax.tree.leaves(args)
-        return self._for_cuda[any(getattr(x, "dtype", None) == jnp.int4 for x in leaves)]
+        return self._for_cuda[any(getattr(x, "dtype", None) in _INTEGERS for x in leaves)]
 
     def __call__(self, *args: Any) -> Any:
         return self._choose(args)(*args)

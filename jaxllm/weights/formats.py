@@ -141,9 +141,13 @@ def as_format(weight: Weight, name: str) -> Weight:
 
 
 def for_accelerator(params: Any) -> Any:
-    """Return parameters in the forms that a GPU or TPU multiplies: 4-bit codes as XLA's int4."""
+    """Return parameters in the forms that a GPU or TPU multiplies: of 4 bits as XLA's int4, GGUF's
+    blocks as integers, packed bfloat16 unpacked.
+    """
 
-    def is_int(node: Any) -> bool:
-        return isinstance(node, int_weight.IntWeight)
+    def has_form(node: Any) -> bool:
+        return hasattr(node, "for_accelerator")
 
-    return jax.tree.map(lambda x: x.for_accelerator() if is_int(x) else x, params, is_leaf=is_int)
+    return jax.tree.map(
+        lambda x: x.for_accelerator() if has_form(x) else x, params, is_leaf=has_form
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.ops.target import trace_for
 from jaxllm.weights import linear
-from jaxllm.weights.formats import as_format, as_weight, for_accelerator
+from jaxllm.weights.formats import as_format, as_weight, for_accelerator, parse_format
 from jaxllm.weights.types.act_order import PermutedWeight
 
 
@@ -21,12 +21,21 @@ def _accelerator() -> Iterator[None]:
 
 
 def draw(fmt: str, shape: tuple[int, ...] = (96, 320), seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    return as_format(jnp.asarray(rng.normal(0, 1, shape), jnp.float32), fmt)
+    rng, format = np.random.default_rng(seed), parse_format(fmt)
+    if getattr(format, "is_plain", True):
+        weight = jnp.asarray(rng.normal(0, 1, shape), format.lossless_dtype or "float32")
+        return as_format(weight, fmt)
+    arrays = {
+        name: rng.integers(0, 16, size, np.uint8).view(dtype) if np.dtype(dtype).itemsize == 1
+        else rng.normal(0, 1, size).astype(dtype)
+        for name, (size, dtype) in format.array_specs(shape).items()
+    }  # fmt: skip
+    return format.from_arrays(shape, {name: jnp.asarray(x) for name, x in arrays.items()})
 
 
 FORMATS = ["int8", "int8-g64", "int8-g32-zp", "int4-g64", "int4-g32-f16", "int4-g128-zp",
-           "int3-g64", "nf4", "bfloat16-bitmap", "ordered/int4-g64"]  # fmt: skip
+           "int3-g64", "nf4", "bfloat16-bitmap", "ordered/int4-g64", "int8-g16",
+           "offset/int4-g32-zp", "bf16-packed"]  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -48,12 +57,15 @@ def test_products_equal_those_of_dense_weights(fmt: str, dtype: str) -> None:
         assert (abs(np.asarray(found) - x_64 @ dense.T) < bound * size).all(), rows
 
 
-@pytest.mark.parametrize("fmt", ["int4-g64", "int4-g32-zp-f16"])
-def test_int4_codes_are_the_stored_ones(fmt: str) -> None:
-    """XLA's int4 holds the same weights: files, rows, columns and joined parts are the same."""
+@pytest.mark.parametrize("fmt", ["int4-g64", "int4-g32-zp-f16", "int8-g16"])
+def test_integers_of_an_accelerator_are_the_stored_ones(fmt: str) -> None:
+    """XLA's int4, and one array of scales for groups of 16, hold the same weights: files, rows,
+    columns and joined parts are the same.
+    """
     weight = draw(fmt)
     (stored,) = for_accelerator([weight])
-    assert stored.data.dtype == jnp.int4 and stored.format == weight.format == fmt
+    assert stored.format == weight.format == fmt and not stored.is_composite
+    assert stored.data.dtype == (jnp.int4 if fmt.startswith("int4") else jnp.int8)
     dense = np.asarray(weight.to_dense())
     np.testing.assert_array_equal(stored.to_dense(), dense)
     for name, array in weight.arrays().items():

@@ -66,12 +66,15 @@ def test_decode_step_is_one_loop_of_few_kernels(
 
 
 @compiles
-@pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize("fmt", ["int8", "int4-g64-f16"])
+@pytest.mark.parametrize(
+    ("fmt", "rows"),
+    [(fmt, rows) for fmt in ("int8", "int4-g64-f16") for rows in (1, 8, 64)]
+    + [("int4-g32-zp", 8), ("int8-g32-f16", 8)],
+)
 def test_integer_weights_are_not_written_out(card: None, fmt: str, rows: int) -> None:
     """No array of a step is as large as a layer's smallest weight in bfloat16, `[2048, 2048]`."""
-    if fmt.startswith("int4") and rows > 1 and jax.__version_info__ < (0, 11):
-        pytest.skip("XLA fuses groups of int4 from jax 0.11 on")
+    if "-g" in fmt and rows > 1 and jax.__version_info__ < (0, 11):
+        pytest.skip("XLA fuses groups of integers from jax 0.11 on")
     made = gpu.decode(rows, 256, fmt=fmt)
     written = [x for x in made.step if x.nbytes >= 2048 * 2048 * 2 and "256,4,64" not in x.form]
     activations = rows * 32000 * 4

@@ -72,6 +72,10 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         return DenseWeight(self.to_dense()).matmul(x_RI)
 
+    def for_accelerator(self) -> jax.Array:
+        """Return the weights unpacked: in its product a GPU would write them out each time."""
+        return self.to_dense()
+
     def native_matrix(self) -> native.Matrix:
         return native.Matrix(native.Kind.PACKED, jax.tree.leaves(self))
 

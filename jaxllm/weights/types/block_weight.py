@@ -71,6 +71,10 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         return add_dependency(x_RI, self).to_int_weight().matmul(x_RI)
 
+    def for_accelerator(self) -> IntWeight:
+        """Return it as integers: a GPU has no use for a mapped file."""
+        return self.to_int_weight().for_accelerator()
+
     def native_matrix(self) -> native.Matrix:
         kind = native.Kind.INT4 if self.bits == 4 else native.Kind.INT8
         return native.Matrix(kind, [self.data], GROUP, self.shape[0])

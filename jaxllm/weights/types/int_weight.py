@@ -83,6 +83,12 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         return any(x is not None for x in (self.offset, self.second_scale, self.row_sum))
 
     @property
+    def is_fused_in_groups(self) -> bool:
+        """Whether a GPU's compiler reads its codes within a product with bfloat16."""
+        grouped = self.bits == 8 and self.zero is None and self.group is not None
+        return self.data.dtype == jnp.int4 or (grouped and is_accelerator())
+
+    @property
     def input_block(self) -> int:  # type: ignore[override]
         return self.group or INPUT_BLOCK
 
@@ -130,8 +136,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     def _dense(self, dtype: Any) -> jax.Array:
         q, scale = self.centered_codes(), self.scale.astype(jnp.float32)
         if self.second_scale is not None:
-            scale = jnp.stack([scale, self.second_scale], axis=-1)
-            scale = scale.reshape(*scale.shape[:-2], -1)
+            scale = _pair(scale, self.second_scale)
         grouped = q.reshape(*scale.shape, q.shape[-1] // scale.shape[-1]).astype(jnp.float32)
         weight = (grouped * scale[..., None]).reshape(q.shape)[..., : self.columns]
         return weight.astype(dtype or jnp.float32)
@@ -147,8 +152,8 @@ class IntWeight(WeightBase, struct.PyTreeNode):
                 return _int8_matmul(x_RI, self)
         # Or XLA:CPU dequantizes all layers before the first, and keeps them for a loop of steps.
         weight = add_dependency(x_RI, self)
-        if weight.data.dtype == jnp.int4 and x_RI.dtype == jnp.bfloat16:
-            return _multiply_int4(x_RI, weight)
+        if x_RI.dtype == jnp.bfloat16 and weight.is_fused_in_groups:
+            return _multiply_groups(x_RI, weight)
         if x_RI.shape[0] == 1 and weight.data.dtype != jnp.int4:
             return _row_matmul(x_RI, weight)
         rows = 1 if is_accelerator() else MAX_F32_ROWS
@@ -196,9 +201,12 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     def for_accelerator(self) -> "IntWeight":
         """Return the weight in the form that a GPU's or TPU's compiler reads within a product.
 
-        Of 4 bits only, as XLA's own type: in two nibbles of bytes, a product of several rows would
-        first write all of the weight as floats.
+        4 bits are XLA's own type: in two nibbles of bytes, a product of several rows would first
+        write all of the weight as floats. Groups of 16 have all their scales in one array.
         """
+        if self.second_scale is not None:
+            scale = _pair(self.scale, self.second_scale)
+            return self.replace(scale=scale, second_scale=None, group=HALF)
         if self.bits != 4 or self.data.dtype == jnp.int4:
             return self
         return self.replace(data=(self.codes.astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4))
@@ -206,7 +214,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     def native_matrix(self) -> native.Matrix | None:
         if self.is_composite or (self.bits == 8 and self.zero is not None):
             return None
-        if self.data.dtype == jnp.int4:
+        if self.data.dtype == jnp.int4 or self.group == HALF:
             return None
         if self.bits == 8:
             return native.Matrix(native.Kind.INT8, jax.tree.leaves(self), self.group)
@@ -223,6 +231,8 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         found = {name: getattr(self, field) for field, name in self.int_format.file_names.items()}
         if self.data.dtype == jnp.int4:
             found |= {".data": bitpack.pack_codes(self.codes, self.bits)}
+        if self.group == HALF:
+            found |= {".first": self.scale[..., ::2], ".second": self.scale[..., 1::2]}
         return found
 
     def with_rows(self, index: np.ndarray) -> "IntWeight":
@@ -460,6 +470,12 @@ def parse(name: str) -> IntFormat | None:
     return IntFormat(bits, group, bool(match[3]), "float16" if match[4] else "float32")
 
 
+def _pair(first_OG: jax.Array, second_OG: jax.Array) -> jax.Array:
+    """Return the scales of groups of 16 columns from those of the first and the second of 32."""
+    both = jnp.stack([first_OG, second_OG], axis=-1)
+    return both.reshape(*first_OG.shape[:-1], -1)
+
+
 def _int8_matmul(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
     """Multiply 8-bit integers and inputs from -127 to 127: integer sums, scaled once."""
     data_OI = weight.data[:, : weight.columns]
@@ -469,29 +485,31 @@ def _int8_matmul(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
     return sum_RO.astype(jnp.float32) * weight.scale.astype(jnp.float32).reshape(1, -1)
 
 
-def _multiply_int4(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
-    """Multiply bfloat16 by int4 codes, in the forms that XLA fuses for a GPU.
+def _multiply_groups(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
+    """Multiply bfloat16 by codes in groups, in the forms that XLA fuses for a GPU.
 
     For one row that is a sum, in float32. For several it is a product of bfloat16 weights, rounded
-    twice: their scales, and codes times scales (2**-8 of a weight at most).
+    twice: their scales, and codes times scales (2**-8 of a weight at most). Zero points have a
+    product of their own, with the sums of the groups' inputs.
     """
-    codes, (outputs, width) = weight.data, weight.data.shape
+    codes, (outputs, width), zero = weight.data, weight.data.shape, weight.zero
     x_RI = jnp.pad(x_RI, ((0, 0), (0, width - x_RI.shape[1])))
-    size = weight.int_format.group_size(weight.columns)
-
-    def center(codes: jax.Array) -> jax.Array:
-        if weight.zero is None:
-            return codes
-        return codes - jnp.repeat(weight.zero.astype(codes.dtype) - 8, size, axis=1)
-
+    scale_OG = weight.scale.astype(jnp.float32)
+    size = width // scale_OG.shape[1]
+    zero_OG = None if zero is None else zero.astype(jnp.float32) - 8
     if x_RI.shape[0] == 1:
-        scale = jnp.repeat(weight.scale.astype(jnp.float32), size, axis=1)
-        return (center(codes.astype(jnp.float32)) * scale * x_RI.astype(jnp.float32)).sum(axis=1)[
-            None
-        ]
-    grouped = center(codes.astype(jnp.bfloat16)).reshape(outputs, -1, size)
-    dense = grouped * weight.scale.astype(jnp.bfloat16)[:, :, None]
-    return matmul(x_RI, dense.reshape(outputs, width))
+        numbers = codes.astype(jnp.float32)
+        if zero_OG is not None:
+            numbers -= jnp.repeat(zero_OG, size, axis=1)
+        terms = numbers * jnp.repeat(scale_OG, size, axis=1) * x_RI.astype(jnp.float32)
+        return terms.sum(axis=1)[None]
+    grouped = codes.astype(jnp.bfloat16).reshape(outputs, -1, size)
+    dense = grouped * scale_OG.astype(jnp.bfloat16)[:, :, None]
+    y = matmul(x_RI, dense.reshape(outputs, width))
+    if zero_OG is None:
+        return y
+    sum_RG = x_RI.astype(jnp.float32).reshape(x_RI.shape[0], -1, size).sum(axis=2)
+    return y - matmul(sum_RG, zero_OG * scale_OG.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def _row_matmul(x_1I: jax.Array, weight: IntWeight) -> jax.Array:
