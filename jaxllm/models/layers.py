@@ -18,7 +18,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.long import ATTENTION_KINDS
 from jaxllm.models.long.infini import MemoryInputs
 from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, Visitor, split_name
-from jaxllm.ops.documents import attend_documents
+from jaxllm.ops import flash
+from jaxllm.ops.documents import ATTENTION_NAME, attend_documents
 from jaxllm.ops.masked import (
     attend_with_mask,
     attention_scores,
@@ -359,7 +360,8 @@ def run_blocks(
 ) -> tuple[tuple[Layer, ...], jax.Array]:
     """Run the layers; return what each computes, and the output of the last.
 
-    remat: recompute activations in the backward pass instead of storing them.
+    remat: recompute activations in the backward pass instead of storing them, but not attention on
+    an accelerator, whose results are small.
     """
     if runner is not None:
         return runner(blocks, x, scope, remat)
@@ -425,9 +427,15 @@ def _share_traces(whole: AttentionContext) -> Callable[[Any, jax.Array, Attentio
 
 
 def _run_remat(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:
-    again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True)
+    again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True, policy=_is_attention)
     layer: Layer = again(block, x)
     return layer
+
+
+def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a primitive computes attention's heads or log-sum-exp."""
+    named = params.get("name") == ATTENTION_NAME
+    return named or primitive.name.startswith(flash.FORWARD)
 
 
 def rotary_angles(

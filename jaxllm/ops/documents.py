@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm.ops import flash
 from jaxllm.ops.attention import (
@@ -27,6 +28,8 @@ from jaxllm.ops.attention import (
 from jaxllm.ops.kv_quant import dequantize
 from jaxllm.ops.products import einsum
 from jaxllm.ops.varying_axes import match_varying
+
+ATTENTION_NAME = "attention"  # of what the backward pass needs, for checkpointing
 
 
 class Rules(NamedTuple):
@@ -85,8 +88,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, rules: Ru
 
     start = match_varying(empty_softmax(queries), q, k, v)
     state, _ = _scan_blocks(step, start, q, k, v, tokens)
-    out_BTNH = normalize_output(state, q.dtype)
-    return out_BTNH, (q, k, v, tokens, out_BTNH, state.lse_BKGT)
+    out_BTNH = checkpoint_name(normalize_output(state, q.dtype), ATTENTION_NAME)
+    lse_BKGT = checkpoint_name(state.lse_BKGT, ATTENTION_NAME)
+    return out_BTNH, (q, k, v, tokens, out_BTNH, lse_BKGT)
 
 
 def _backward(rules: Rules, saved: Any, slope_BTNH: jax.Array) -> Any:

@@ -18,6 +18,7 @@ from jaxllm.ops.target import target
 
 MAX_HEAD = 128
 DTYPES = ("bfloat16", "float16")
+FORWARD = "dot_product_attention_fwd"  # how the names of cuDNN's primitives begin
 
 
 @cache

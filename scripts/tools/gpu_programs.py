@@ -223,11 +223,14 @@ def prompt(width: int, slots: int, packed: bool = True) -> Compiled:
     return compile_for_gpu(PREFILL, cache, (), *args, NO_EDITS, False, ())
 
 
-def train(rows: int, width: int, packed: bool) -> Compiled:
+def train(rows: int, width: int, packed: bool, remat: bool = False) -> Compiled:
     """Compile a training step of all weights. packed: one document a row."""
     model, _ = make_model()
-    forms = dict(flatten(models.param_shapes(model)))
-    setup = training.Setup(model.clone(packed=packed), NextToken(), Optimizer(lr=1e-4, steps=9))
+    model, forms = (
+        model.clone(packed=packed, remat=remat),
+        dict(flatten(models.param_shapes(model))),
+    )
+    setup = training.Setup(model, NextToken(), Optimizer(lr=1e-4, steps=9))
     trained = {path: jnp.zeros((), jnp.float32) for path in forms}
     state = jax.eval_shape(
         lambda: training.init_state(
@@ -262,10 +265,12 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[], Compiled]]]] = {
         for rows in (1, 8, 64)
     ],
     "train": [
-        (f"4 x {width}, {'one document a row' if packed else 'documents'}",
-         lambda width=width, packed=packed: train(4, width, packed))
+        (f"4 x {width}, {'one document a row' if packed else 'documents'}"
+         + ", --gradient-checkpointing" * remat,
+         lambda width=width, packed=packed, remat=remat: train(4, width, packed, remat))
         for width in (1024, 4096)
         for packed in (True, False)
+        for remat in (False, True)
     ],
 }  # fmt: skip
 

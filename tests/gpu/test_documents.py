@@ -10,6 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm import ops
+from jaxllm.models.layers import _is_attention
 from jaxllm.ops import documents, flash
 from jaxllm.ops.masked import attend_with_mask, document_mask
 from jaxllm.ops.target import trace_for
@@ -66,6 +67,21 @@ def test_documents_and_gradients_equal_masked_attention(
     np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
     for mine, its in zip(ours[1](slope), theirs[1](slope), strict=True):
         np.testing.assert_allclose(mine, its, atol=2e-5)
+
+
+def test_checkpointing_keeps_attention() -> None:
+    """The blocks are gone through once forward and once backward, not a second time forward."""
+    at, number = (jnp.asarray(x) for x in draw([[9, 8]], 17))
+    q, k = jnp.ones((1, 17, 4, 8)), jnp.ones((1, 17, 2, 8))
+
+    def loss(q: jax.Array) -> jax.Array:
+        rules: Any = {"scale": 1.0, "window": None, "cap": None, "packed": False}
+        return documents.attend_documents(2 * q, at, k, k, number, **rules).sum()
+
+    def count(policy: Any) -> int:
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(q)).count("scan[")
+
+    assert (count(None), count(_is_attention)) == (3, 2)
 
 
 def test_one_document_by_cudnn_equals_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,3 +96,10 @@ def test_training_has_no_scores(card: None, packed: bool) -> None:
     assert made.temporary < 4e9
     assert made.count("cudnn") == (4 if packed else 0)
     assert all(x.nbytes < 1e9 for step in made.computations.values() for x in step)
+
+
+@compiles
+def test_checkpointing_keeps_attention(card: None) -> None:
+    """With gradient checkpointing attention of two layers runs twice forward and twice backward."""
+    made = gpu.train(4, 1024, True, remat=True)
+    assert made.count("cudnn") == 4 and made.temporary < 1.2e9
