@@ -246,6 +246,7 @@ def _check_devices(stages: _Stages) -> Finding:
         )  # fmt: skip
     count = len(facts["devices"])
     text = f"{facts['backend']}: {count} device{'s' * (count != 1)} ({facts['devices'][0]})"
+    text += f". {facts['memory']}" if facts.get("memory") else ""
     gpus = [name for pattern in _GPU_FILES for name in glob.glob(pattern)]
     chosen = os.environ.get("JAX_PLATFORMS", "")
     if gpus and facts["backend"] == "cpu" and "cpu" not in chosen:

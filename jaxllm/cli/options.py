@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import spinner
+from jaxllm.cli.console import log, spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 from jaxllm.runtime import multihost, signals
+from jaxllm.runtime.device_memory import describe_memory
 
 if TYPE_CHECKING:
     from jaxllm.generation.options import Kind
@@ -208,6 +209,9 @@ def load_model(
         show_progress=show_progress,
     )
     signals.end_start()
+    seen = sys.stderr.isatty() if show_progress is None else show_progress
+    if seen and (memory := describe_memory()) is not None:
+        log(memory)
     if self_extend is None:
         return lm
     group_size, neighbor_window = parse_self_extend(self_extend)

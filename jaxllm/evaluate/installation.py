@@ -23,6 +23,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.ops import flash, native
 from jaxllm.ops.target import target
+from jaxllm.runtime.device_memory import describe_memory
 from jaxllm.weights.formats import as_format, as_weight, to_dense
 
 DEVICES, LIBRARY, BANDWIDTH = "devices", "library", "bandwidth"
@@ -139,6 +140,7 @@ def _describe_devices() -> dict[str, Any]:
         "jaxlib": jax.lib.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in found],
+        "memory": describe_memory(),
         "cudnn": flash.find_problem() if target() == "cuda" else None,
     }
 

@@ -56,7 +56,7 @@ _LOOP_OPTIONS = {
 }
 # Groups of integer weights are multiplied as they are stored, not written out as floats first.
 _INTEGER_OPTIONS = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": "True"}
-_INTEGERS = (jnp.int4, jnp.int8)
+_INT4, _INT8, _UINT8 = map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint8))
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 
 
@@ -79,8 +79,9 @@ class Program:
             return self._plain
         if get_opaque_trace_state(convention="flax") != _NO_TRACE:
             return self._plain
-        leaves = jax.tree.leaves(args)
-        return self._for_cuda[any(getattr(x, "dtype", None) in _INTEGERS for x in leaves)]
+        dtypes = {getattr(x, "dtype", None) for x in jax.tree.leaves(args)}
+        # Levels of nf4, in bytes, take more kernels with these options.
+        return self._for_cuda[_INT4 in dtypes or (_INT8 in dtypes and _UINT8 not in dtypes)]
 
     def __call__(self, *args: Any) -> Any:
         return self._choose(args)(*args)

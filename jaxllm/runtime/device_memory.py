@@ -1,6 +1,25 @@
-"""What fills a device's memory, for the error of an allocation that fails."""
+"""What fills a device's memory: for the start of a command, and an allocation that fails."""
 
 import re
+
+_HOW = "XLA_PYTHON_CLIENT_MEM_FRACTION changes its share"
+
+
+def describe_memory() -> str | None:
+    """Return how much of a device's memory JAX took, and how to change it; None on a CPU."""
+    import jax
+
+    device = jax.devices()[0]
+    held = device.memory_stats() or {}
+    if "bytes_limit" not in held:
+        return None
+    limit, used = held["bytes_limit"], held.get("bytes_in_use", 0)
+    took = held.get("pool_bytes", limit)
+    return (
+        f"{device.device_kind}: JAX took {took / 1e9:.1f} GB of its memory and takes at most"
+        f" {limit / 1e9:.1f} ({_HOW}, XLA_PYTHON_CLIENT_PREALLOCATE=false takes only what is"
+        f" needed); {used / 1e9:.1f} GB are in use"
+    )
 
 
 def describe_full_memory(error: BaseException) -> str | None:
@@ -19,11 +38,7 @@ def describe_full_memory(error: BaseException) -> str | None:
     asked = re.search(r"allocat\w* (?:a buffer of )?([\d.]+ ?(?:[KMGT]i?B|bytes))", text)
     wanted = f"{asked[1]} could not be had" if asked else "an allocation failed"
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    share = (
-        ""
-        if limit is None
-        else f", of {limit / 1e9:.1f} GB that JAX took (XLA_PYTHON_CLIENT_MEM_FRACTION: its share)"
-    )
+    share = "" if limit is None else f", of {limit / 1e9:.1f} GB that JAX may take ({_HOW})"
     return (
         f"the device's memory is full: {wanted} for temporary arrays or a cache, beside"
         f" {cache / 1e9:.2f} GB of caches and {rest / 1e9:.2f} GB of weights and others{share}."

@@ -1,12 +1,14 @@
 """Compile jaxllm's programs for an H100 on a machine without one, and print what they consist of.
 
-    JAX_PLATFORMS=cpu python -m scripts.tools.gpu_programs [--only decode,prompt,weights,train]
+    JAX_PLATFORMS=cpu python -m scripts.tools.gpu_programs [--tpu]
+        [--only decode,prompt,weights,serve,train]
 
 `pip install jaxllm[gpu-check]` brings the compiler. A description of the card stands for the card:
 XLA's text for an H100, in JAXLLM_TEST_DATA/gpu/h100_sxm.txtpb (XLA's sources have it, in
 backends/gpu/target_config/specs). Kernels are chosen without timing them, so a card may split or
 merge some. Times are XLA's own model of each kernel; it has none for cuDNN's, and none for starting
-a kernel. The models have two layers of TinyLlama's shape, in bfloat16.
+a kernel. The models have two layers of TinyLlama's shape, in bfloat16. --tpu compiles for one chip
+of a TPU v5e, with the wheel `libtpu` alone.
 Example: JAX_PLATFORMS=cpu python -m scripts.tools.gpu_programs --only decode
 """
 
@@ -24,16 +26,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm import models
 from jaxllm.cache.kv import init_cache
 from jaxllm.config.model import Rope
 from jaxllm.evaluate import bench
+from jaxllm.generation.batching.batched_sampling import empty_context, fit_sampler, stack_sampler
+from jaxllm.generation.batching.multi_step import decode_burst
+from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.models.compiled_steps import PREFILL
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.sites import NO_EDITS
-from jaxllm.ops.target import trace_for
+from jaxllm.ops.target import target, trace_for
 from jaxllm.train import step as training
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
@@ -53,14 +58,15 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, 
 
 
 @cache
-def missing() -> str | None:
-    """Return what is missing to compile for a GPU; None if nothing is."""
-    for wheel in WHEELS:
+def missing(kind: str = "cuda") -> str | None:
+    """Return what is missing to compile for a GPU, or a TPU; None if nothing is."""
+    for wheel in WHEELS if kind == "cuda" else ("libtpu",):
         try:
             version(wheel)
         except PackageNotFoundError:
-            return f"{wheel} is not installed (pip install 'jaxllm[gpu-check]')"
-    if not _description().exists():
+            extra = "jaxllm[gpu-check]" if kind == "cuda" else wheel
+            return f"{wheel} is not installed (pip install '{extra}')"
+    if kind == "cuda" and not _description().exists():
         return "no description of a card (JAXLLM_TEST_DATA/gpu/h100_sxm.txtpb)"
     return None
 
@@ -70,9 +76,13 @@ def _description() -> Path:
 
 
 @cache
-def _device() -> NamedSharding:
+def _device(kind: str) -> NamedSharding:
     from jax.experimental import topologies
 
+    if kind == "tpu":
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no machine to ask
+        chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+        return NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
     text = _description().read_text(encoding="utf-8")
     card = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
     return NamedSharding(topologies.make_mesh(card, (1,), ("x",)), PartitionSpec())
@@ -80,7 +90,9 @@ def _device() -> NamedSharding:
 
 def on_card(tree: Any) -> Any:
     """Return the shapes of arrays as those of arrays on the card."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device()), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device(target())), tree
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +177,10 @@ def _sizes(form: str) -> list[int]:
 
 
 def compile_for_gpu(function: Any, *args: Any, **static: Any) -> Compiled:
-    """Compile a jitted function for the card; arrays may be shapes. Inside `trace_for("cuda")`."""
+    """Compile a jitted function for the card; arrays may be shapes. Inside `trace_for`."""
     lowered, start = function.lower(*args, **static), time.perf_counter()
-    program = lowered.compile(compiler_options={"xla_gpu_collect_cost_model_stats": "True"})
+    options = {"xla_gpu_collect_cost_model_stats": "True"} if target() == "cuda" else {}
+    program = lowered.compile(compiler_options=options)
     took = time.perf_counter() - start
     return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, took)
 
@@ -223,6 +236,22 @@ def prompt(width: int, slots: int, packed: bool = True) -> Compiled:
     return compile_for_gpu(PREFILL, cache, (), *args, NO_EDITS, False, ())
 
 
+def burst(rows: int, slots: int, packed: bool) -> Compiled:
+    """Compile the loop of steps of `serve` in which all rows decode greedily."""
+    model, params = make_model()
+    tail = cache_of(model, rows, slots).tail
+    _, sampler = fit_sampler(Sampler(), model.config.vocab_size, slots + 1)
+    told = on_card(
+        jax.eval_shape(lambda: (empty_context(rows, slots), stack_sampler(sampler, rows)))
+    )
+    kinds = on_card(jax.ShapeDtypeStruct((1, rows), bool))
+    made = compile_for_gpu(
+        decode_burst, (tail, None), told[0], (told[1],), (model.clone(packed=packed), None),
+        (params, None), (), None, kinds, ints(rows), ints(rows, 1), 16, 0, ints(),
+    )  # fmt: skip
+    return dataclasses.replace(made, is_loop=True)
+
+
 def train(rows: int, width: int, packed: bool, remat: bool = False) -> Compiled:
     """Compile a training step of all weights. packed: one document a row."""
     model, _ = make_model()
@@ -264,6 +293,11 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[], Compiled]]]] = {
         for fmt in ("bfloat16", "int8", "int4-g64-f16", "nf4", "bf16-packed")
         for rows in (1, 8, 64)
     ],
+    "serve": [
+        (f"64 rows, 1,024 slots, {'cuDNN' if packed else 'positions'}",
+         lambda packed=packed: burst(64, 1024, packed))
+        for packed in (True, False)
+    ],
     "train": [
         (f"4 x {width}, {'one document a row' if packed else 'documents'}"
          + ", --gradient-checkpointing" * remat,
@@ -280,15 +314,17 @@ def main() -> None:
         description=__doc__.splitlines()[0], epilog=__doc__.splitlines()[-1]
     )
     parser.add_argument("--only", default=",".join(PROGRAMS), help="parts of the table")
+    parser.add_argument("--tpu", action="store_true", help="compile for a TPU")
     options = parser.parse_args()
-    if (problem := missing()) is not None:
+    kind = "tpu" if options.tpu else "cuda"
+    if (problem := missing(kind)) is not None:
         parser.exit(1, f"{problem}\n")
     print("| program | kernels a step | of cuDNN | loops, conditionals in all | estimate, us |"
           " largest array, MB | temporaries, MB | compiled in s |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for part in options.only.split(","):
         for name, make in PROGRAMS[part]:
-            with trace_for("cuda"):
+            with trace_for(kind):
                 made = make()
             largest = max((x.nbytes for x in made.step), default=0)
             cells = (

@@ -103,3 +103,11 @@ def test_checkpointing_keeps_attention(card: None) -> None:
     """With gradient checkpointing attention of two layers runs twice forward and twice backward."""
     made = gpu.train(4, 1024, True, remat=True)
     assert made.count("cudnn") == 4 and made.temporary < 1.2e9
+
+
+@pytest.mark.skipif(gpu.missing("tpu") is not None, reason=str(gpu.missing("tpu")))
+def test_steps_compile_for_a_tpu() -> None:
+    """The loop of steps is the only one, and int8 weights are not written out."""
+    with trace_for("tpu"):
+        made = gpu.decode(8, 256, fmt="int8")
+    assert len(made.loops) == 1 and made.conditionals == 0 and made.temporary < 10e6

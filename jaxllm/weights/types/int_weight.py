@@ -494,14 +494,14 @@ def _multiply_groups(x_RI: jax.Array, weight: IntWeight) -> jax.Array:
     """
     codes, (outputs, width), zero = weight.data, weight.data.shape, weight.zero
     x_RI = jnp.pad(x_RI, ((0, 0), (0, width - x_RI.shape[1])))
-    scale_OG = weight.scale.astype(jnp.float32)
-    size = width // scale_OG.shape[1]
+    scale_OG, size = weight.scale, width // weight.scale.shape[1]
     zero_OG = None if zero is None else zero.astype(jnp.float32) - 8
     if x_RI.shape[0] == 1:
         numbers = codes.astype(jnp.float32)
         if zero_OG is not None:
             numbers -= jnp.repeat(zero_OG, size, axis=1)
-        terms = numbers * jnp.repeat(scale_OG, size, axis=1) * x_RI.astype(jnp.float32)
+        scale = jnp.repeat(scale_OG.astype(jnp.float32), size, axis=1)
+        terms = numbers * scale * x_RI.astype(jnp.float32)
         return terms.sum(axis=1)[None]
     grouped = codes.astype(jnp.bfloat16).reshape(outputs, -1, size)
     dense = grouped * scale_OG.astype(jnp.bfloat16)[:, :, None]
