@@ -51,6 +51,7 @@ from jaxllm.weights.precision import Precision
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13")
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 STEPS = 64
+FORMATS = ("bfloat16", "int8", "int8-g32-f16", "int4-g64-f16", "int4-g32-zp", "nf4", "bf16-packed")
 _NO_KERNELS = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "iota"}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([\w\-]+)\(")
 _TIME = re.compile(r'"reification_cost":\[\{[^}]*"exec_time_us":([\d.e+-]+)')
@@ -290,7 +291,7 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[], Compiled]]]] = {
     "weights": [
         (f"{fmt}, {rows} row{'s' * (rows > 1)}",
          lambda fmt=fmt, rows=rows: decode(rows, 256, True, fmt))
-        for fmt in ("bfloat16", "int8", "int4-g64-f16", "nf4", "bf16-packed")
+        for fmt in FORMATS
         for rows in (1, 8, 64)
     ],
     "serve": [
