@@ -65,24 +65,31 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
             f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported (known: llama, gpt2)"
         )
     where, ggml = str(path), _Keys(settings, str(path))
-    tokens, types = _read_pieces(ggml, where)
+    tokens, type_V = _read_pieces(ggml, where)
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) < len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens has {twice!r:.60} twice")
     roles = _read_roles(ggml, tokens, _DEFAULTS[kind])
+    scores: list[float] | None = None
     if kind == "llama":
-        tree, adds_bos = _build_sentencepiece(ggml, tokens, types, where), True
+        tree, scores = _build_sentencepiece(ggml, tokens, vocab, type_V, where)
+        adds_bos = True
     else:
         architecture = settings.get("general.architecture")
         pre = find_pre_tokenizer(ggml.get("pre"), where, architecture=architecture)
-        tree, adds_bos = _build_byte_level(ggml, tokens, types, where), pre.adds_bos
+        tree, adds_bos = _build_byte_level(ggml, vocab, where), pre.adds_bos
         tree["pre_tokenizer"] = pre_tokenizer_json(pre)
         tree["normalizer"] = {"type": "NFC"} if pre.normalizes_nfc else None
         tree["model"]["ignore_merges"] = pre.ignore_merges
-    special = {tokens[index] for index in roles.values()}
-    tree["added_tokens"] = _merge_added_tokens(tree["added_tokens"], special, tokens, types)
-    check_tree(tree, where)
+    unknown = None if kind == "gpt2" else vocab[tree["model"]["unk_token"]]
+    tree["added_tokens"] = _find_added_tokens(tokens, type_V, set(roles.values()), unknown)
+    # The pieces were checked as they were read.
+    check_tree(tree | {"model": tree["model"] | {"vocab": {}, "merges": []}}, where)
     named = {role: tokens[index] for role, index in roles.items()}
     says = ggml.get("add_bos_token", adds_bos)
     end = named.get("eos") if ggml.get("add_eos_token", False) is True else None
-    return TokenizerTree(tree, named, says is True and "bos" in named, end)
+    return TokenizerTree(tree, named, says is True and "bos" in named, end, scores)
 
 
 def stores_tokenizer(settings: Mapping[str, Any]) -> bool:
@@ -167,20 +174,19 @@ class _Keys:
         return value
 
 
-def _read_pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
+def _read_pieces(ggml: _Keys, where: str) -> tuple[list[str], np.ndarray]:
     """Return the tokens by id and their types, without trailing padding tokens."""
     tokens = ggml.get_texts("tokens")
-    given = ggml.get_numbers("token_type", len(tokens))
-    types = [sentencepiece_model.NORMAL] * len(tokens) if given is None else [int(x) for x in given]
-    while tokens and types[-1] == sentencepiece_model.UNUSED:
-        tokens, types = tokens[:-1], types[:-1]
-    if not tokens:
+    type_V = ggml.get_numbers("token_type", len(tokens))
+    if type_V is None:
+        type_V = np.full(len(tokens), sentencepiece_model.NORMAL)
+    used = np.flatnonzero(type_V != sentencepiece_model.UNUSED)
+    count = int(used[-1]) + 1 if len(used) else 0
+    if not count:
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens is empty")
+    tokens = tokens[:count]
     sentencepiece_model.check_lengths(tokens, f"{where}: tokenizer.ggml.tokens")
-    if len(set(tokens)) < len(tokens):
-        ((twice, _),) = Counter(tokens).most_common(1)
-        raise CheckpointError(f"{where}: tokenizer.ggml.tokens has {twice!r:.60} twice")
-    return tokens, types
+    return tokens, type_V[:count].astype(np.int64)
 
 
 def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
@@ -201,38 +207,39 @@ def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int])
 
 
 def _build_sentencepiece(
-    ggml: _Keys, tokens: list[str], types: list[int], where: str
-) -> dict[str, Any]:
-    scores = ggml.get_numbers("scores", len(tokens))
-    if scores is None or not np.isfinite(scores).all():
+    ggml: _Keys, tokens: list[str], vocab: dict[str, int], type_V: np.ndarray, where: str
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the tree without merges and added tokens, and the scores by id (`TokenizerTree`)."""
+    score_V = ggml.get_numbers("scores", len(ggml.get_texts("tokens")))
+    if score_V is None or not np.isfinite(score_V[: len(tokens)]).all():
         raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing or not finite numbers")
     unknown = ggml.get("unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise CheckpointError(
             f"{where}: tokenizer.ggml.unknown_token_id {unknown!r:.40} is not an id"
         )
-    held = {
-        token for token, kind in zip(tokens, types, strict=True) if kind == sentencepiece_model.BYTE
-    }
+    held = {tokens[index] for index in np.flatnonzero(type_V == sentencepiece_model.BYTE)}
     missing = {f"<0x{byte:02X}>" for byte in range(256)} - held
     if held and missing:
         raise CheckpointError(f"{where}: {len(missing)} of 256 byte tokens are missing")
-    return build_tree(
-        list(zip(tokens, (float(x) for x in scores), types, strict=True)),
-        unk_id=unknown,
+    tree = build_tree(
+        vocab,
+        [],
+        unknown=tokens[unknown],
         byte_fallback=bool(held),
         dummy_prefix=ggml.get("add_space_prefix", True) is True,
         strip_spaces=ggml.get("remove_extra_whitespaces", False) is True,
     )
+    normal_V = type_V == sentencepiece_model.NORMAL
+    return tree, np.where(normal_V, score_V[: len(tokens)], np.nan).tolist()
 
 
-def _build_byte_level(
-    ggml: _Keys, tokens: list[str], types: list[int], where: str
-) -> dict[str, Any]:
-    merges = [merge.split(" ") for merge in ggml.get_texts("merges")]
-    if wrong := [" ".join(merge) for merge in merges if len(merge) != 2]:
+def _build_byte_level(ggml: _Keys, vocab: dict[str, int], where: str) -> dict[str, Any]:
+    """Return the tree without added tokens and pre-tokenizer."""
+    merges = ggml.get_texts("merges")
+    if wrong := [merge for merge in merges if merge.count(" ") != 1]:
         raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
-    vocab = {token: index for index, token in enumerate(tokens)}
+    parts = " ".join(merges).split(" ") if merges else []
     # Published vocabularies lack symbols of bytes that never or rarely occur in text.
     if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
         raise CheckpointError(
@@ -241,30 +248,36 @@ def _build_byte_level(
         )
     return {
         "version": "1.0",
-        "added_tokens": [
-            make_added_token(index, token, special=kind != sentencepiece_model.USER_DEFINED)
-            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
-        ],
         "post_processor": None,
         "decoder": byte_level_step(),
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": list(zip(parts[::2], parts[1::2], strict=True)),
+        },
     }
 
 
-def _merge_added_tokens(
-    added: list[dict[str, Any]], special: set[str], tokens: Sequence[str], types: Sequence[int]
+def _find_added_tokens(
+    tokens: Sequence[str], type_V: np.ndarray, special: set[int], unknown: int | None
 ) -> list[dict[str, Any]]:
     """Return all added tokens, which match text literally.
 
     They need no normalization, since llama.cpp's converter has undone it.
 
     Args:
-        special: Tokens with a role, which are special whatever their type is.
+        special: Ids with a role, which are special whatever their type is.
+        unknown: The id of SentencePiece's unknown piece; other single characters with a role
+            remain text.
     """
-    found = {token["id"]: {**token, "normalized": False} for token in added}
-    for index, token in enumerate(tokens):
-        if token in special and (index in found or len(token) > 1):
-            flags = found.get(index, make_added_token(index, token, special=True))
-            found[index] = {**flags, "special": True}
-    return [found[index] for index in sorted(found)]
+    control, user_defined = (
+        set(np.flatnonzero(type_V == kind).tolist())
+        for kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
+    )
+    typed = control | user_defined | ({unknown} if unknown is not None else set())
+    found = typed | {index for index in special if len(tokens[index]) > 1}
+    special = special | (found - user_defined)
+    return [
+        make_added_token(index, tokens[index], special=index in special) | {"normalized": False}
+        for index in sorted(found)
+    ]

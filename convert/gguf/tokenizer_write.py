@@ -33,7 +33,7 @@ def make_tokenizer_keys(
 
     Raises ConfigError for a tokenizer that cannot be written as GGUF.
     """
-    tree, roles = source.tree, source.roles
+    tree, roles = source.with_merges(), source.roles
     model = tree["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refusal(f"a model of type {model['type']!r:.40}")

@@ -19,7 +19,7 @@ def write_tokenizer(
       CheckpointError: one cannot be written.
     """
     bos = source.roles.get("bos")
-    tree = {**source.tree, "truncation": None, "padding": None}
+    tree = {**source.with_merges(), "truncation": None, "padding": None}
     if source.adds_bos and bos is not None:
         tree["post_processor"] = _bos_processor(bos, tree["model"]["vocab"][bos])
     config: dict[str, Any] = {

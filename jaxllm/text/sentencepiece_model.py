@@ -6,7 +6,8 @@ One merge for every split of a piece, ordered by the piece's score, is equivalen
 and byte pieces have no merges, so text never becomes one of them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ _MAX_PIECE, _MAX_TOTAL = 1 << 10, 1 << 23
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # kinds of pieces
 
 
-def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a SentencePiece BPE model as a `tokenizer.json` tree and a role -> token table.
+def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str], list[float]]:
+    """Read a SentencePiece BPE model: tree without merges, role -> token table, scores by id.
+
+    Pieces that no merge makes have the score NaN.
 
     Raises:
       CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
@@ -40,30 +43,39 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     _check_supported(path, pieces, trainer, normalizer)
 
+    unknown = trainer.unk_id
     tree = build_tree(
-        pieces,
-        unk_id=trainer.unk_id,
+        {piece: index for index, (piece, _, _) in enumerate(pieces)},
+        [
+            make_added_token(index, piece, special=kind != USER_DEFINED)
+            for index, (piece, _, kind) in enumerate(pieces)
+            if kind in (CONTROL, USER_DEFINED) or index == unknown
+        ],
+        unknown=pieces[unknown][0],
         byte_fallback=trainer.byte_fallback,
         dummy_prefix=normalizer.add_dummy_prefix,
         strip_spaces=normalizer.remove_extra_whitespaces,
     )
     ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "pad": trainer.pad_id}
     roles = {role: pieces[index][0] for role, index in ids.items() if 0 <= index < len(pieces)}
-    return tree, {**roles, "unk": pieces[trainer.unk_id][0]}
+    scores = [score if kind == NORMAL else math.nan for _, score, kind in pieces]
+    return tree, {**roles, "unk": pieces[unknown][0]}, scores
 
 
 def build_tree(
-    pieces: Sequence[tuple[str, float, int]],
+    vocab: Mapping[str, int],
+    added_tokens: list[dict[str, Any]],
     *,
-    unk_id: int,
+    unknown: str,
     byte_fallback: bool,
     dummy_prefix: bool,
     strip_spaces: bool,
 ) -> dict[str, Any]:
-    """Return the `tokenizer.json` tree of pieces with scores and kinds, in the order of their ids.
+    """Return the `tokenizer.json` tree of pieces, without merges (`derive_merges`).
 
     Args:
-      unk_id: the id of the unknown piece.
+      added_tokens: those of control and user-defined pieces and of the unknown piece.
+      unknown: the unknown piece.
       dummy_prefix: whether a space is prepended to a text.
       strip_spaces: whether leading, trailing and repeated spaces are removed.
     """
@@ -76,11 +88,7 @@ def build_tree(
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "version": "1.0",
-        "added_tokens": [
-            make_added_token(index, piece, special=kind != USER_DEFINED)
-            for index, (piece, _, kind) in enumerate(pieces)
-            if kind in (CONTROL, USER_DEFINED) or index == unk_id
-        ],
+        "added_tokens": added_tokens,
         "normalizer": {"type": "Sequence", "normalizers": _normalizers(dummy_prefix, strip_spaces)},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -88,13 +96,12 @@ def build_tree(
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": pieces[unk_id][0],
+            "unk_token": unknown,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": True,
             "byte_fallback": byte_fallback,
-            "vocab": {piece: index for index, (piece, _, _) in enumerate(pieces)},
-            "merges": derive_merges({p: score for p, score, kind in pieces if kind == NORMAL}),
+            "vocab": vocab,
         },
     }
 
@@ -110,11 +117,12 @@ def check_lengths(pieces: Sequence[str], where: str) -> None:
 
 
 def derive_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the merges that build these pieces, highest score first.
+    """Return the merges that build these pieces, highest score first; those with NaN are left out.
 
     Among the merges for one piece, the one with the longest left half comes first: in a run of one
     character that is also the leftmost.
     """
+    scores = {piece: score for piece, score in scores.items() if not math.isnan(score)}
     merges = [
         (-score, -cut, piece[:cut], piece[cut:])
         for piece, score in scores.items()

@@ -1,17 +1,16 @@
 """Text to token ids and back: a thin immutable wrapper around the `tokenizers` library.
 
-Plain text never becomes a special token: two library objects are built from the checkpoint's files,
-the second on demand, and only that one, used with `parse_special=True`, recognizes the spelling of
-control tokens.
+Plain text never becomes a special token: a tokenizer has two encoders, and only the one that
+`parse_special=True` uses recognizes the spelling of control tokens.
 """
 
 import operator
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +20,7 @@ import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
 from jaxllm.text.byte_level import symbols_to_bytes
+from jaxllm.text.encoder import Encoder, Merges, PieceEncoder, find_merges
 from jaxllm.text.formats import (
     TOKENIZER_FILES,
     TokenizerTree,
@@ -63,9 +63,11 @@ class Tokenizer:
     end_id: int | None
     special_ids: frozenset[int]
     name: str
-    _plain: tokenizers.Tokenizer = field(repr=False)
-    _build_parsing: Callable[[], tokenizers.Tokenizer] = field(repr=False)
+    _plain: Encoder = field(repr=False)
+    _parsing: Encoder = field(repr=False)
+    _decoder: Any = field(repr=False)
     _tokens: Mapping[int, str] = field(repr=False)
+    _ids: Mapping[str, int] = field(repr=False)
     _byte_tokens: str | None = field(repr=False)
 
     @classmethod
@@ -91,45 +93,31 @@ class Tokenizer:
         """
         tree = source.tree | {"post_processor": None}
         special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
-        hidden = {name: f"<{secrets.token_hex(16)}>" for name in special}
-        without = _hide_special(tree, hidden)
-        plain = _build(directory, _json(directory, without))
-        for token in tree["added_tokens"]:
-            index = plain.token_to_id(hidden.get(token["content"], token["content"]))
-            if index != token["id"]:
-                raise CheckpointError(
-                    f"{directory}: the id {token['id']} of the added token {token['content']!r} "
-                    f"leaves a gap; it would become {index}"
-                )
-        tokens = {index: token for token, index in token_ids(tree).items()}
-        ids = {role: plain.token_to_id(hidden.get(t, t)) for role, t in source.roles.items()}
-        made = cls(
+        ids = token_ids(tree)
+        merges = find_merges(tree, source.scores)
+        if merges is None:
+            plain, parsing, decoder = _build_whole(directory, source, special)
+        else:
+            plain, parsing, decoder = _build_by_pieces(directory, source, merges, special)
+        roles = {role: ids.get(token) for role, token in source.roles.items()}
+        tokens = dict(zip(ids.values(), ids, strict=True))
+        return cls(
             vocab_size=max(tokens, default=-1) + 1,
-            bos_id=ids.get("bos"),
-            eos_id=ids.get("eos"),
-            pad_id=ids.get("pad"),
-            unk_id=ids.get("unk"),
+            bos_id=roles.get("bos"),
+            eos_id=roles.get("eos"),
+            pad_id=roles.get("pad"),
+            unk_id=roles.get("unk"),
             adds_bos=source.adds_bos,
-            end_id=None
-            if source.end is None
-            else plain.token_to_id(hidden.get(source.end, source.end)),
+            end_id=None if source.end is None else ids.get(source.end),
             special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
             _plain=plain,
-            _build_parsing=partial(_build, directory, _json(directory, tree)),
+            _parsing=parsing,
+            _decoder=decoder,
             _tokens=tokens,
+            _ids=ids,
             _byte_tokens=_find_byte_tokens(tree.get("decoder")),
         )
-        if "merges" in tree["model"] and len(without["model"]["merges"]) < len(
-            tree["model"]["merges"]
-        ):
-            _ = made._parsing  # an omitted merge may be the malformed one
-        return made
-
-    @cached_property
-    def _parsing(self) -> tokenizers.Tokenizer:
-        """The library object that recognizes special tokens, built when a text first needs it."""
-        return self._build_parsing()
 
     def encode(
         self, text: str, *, bos: bool = False, eos: bool = False, parse_special: bool = False
@@ -145,9 +133,9 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TokenError(f"text to encode must be a string: got {type(text).__name__}")
-        tokenizer = self._parsing if parse_special else self._plain
+        encoder = self._parsing if parse_special else self._plain
         with _library_errors(TokenError, f"{self!r} cannot encode this text"):
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            ids = encoder.encode(text)
         begin = [self._require_id("bos", self.bos_id)] if bos else []
         end = [self._require_id("eos", self.eos_id)] if eos else []
         return [*begin, *ids, *end]
@@ -176,8 +164,9 @@ class Tokenizer:
           TokenError: an id is not a whole number from 0 up.
         """
         checked = [int(index) for index in ids if index in self]
-        tokenizer = self._plain if skip_special else self._parsing
-        return tokenizer.decode(checked, skip_special_tokens=skip_special)
+        skipped = self.special_ids if skip_special else frozenset[int]()
+        tokens = [self._tokens[index] for index in checked if index not in skipped]
+        return " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
 
     def token(self, index: int) -> str:
         """Return a token as the vocabulary spells it ("\u2581the", "<0x0A>"), for display.
@@ -188,7 +177,7 @@ class Tokenizer:
 
     def id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
-        return self._parsing.token_to_id(token)
+        return self._ids.get(token)
 
     def token_bytes(self, index: int) -> bytes | None:
         """Return the raw bytes of a token, or None if it represents text.
@@ -225,14 +214,54 @@ def _check_id(index: int) -> int:
     return number
 
 
-def _json(directory: Path, tree: dict[str, Any]) -> str:
-    with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
-        return msgspec.json.encode(tree).decode()
+def _build_whole(
+    directory: Path, source: TokenizerTree, special: set[str]
+) -> tuple[Encoder, Encoder, Any]:
+    """Return two encoders, without and with special tokens in text, and the decoder.
+
+    Raises CheckpointError for a tree that the library refuses.
+    """
+    tree = source.with_merges()
+    hidden = _random_names(special)
+    without = _hide_special(tree, hidden)
+    plain = _build(directory, without)
+    for token in tree["added_tokens"]:
+        index = plain.token_to_id(hidden.get(token["content"], token["content"]))
+        if index != token["id"]:
+            raise CheckpointError(
+                f"{directory}: the id {token['id']} of the added token {token['content']!r} "
+                f"leaves a gap; it would become {index}"
+            )
+    parsing = Encoder(partial(_build, directory, tree))
+    if len(without["model"].get("merges", ())) < len(tree["model"].get("merges", ())):
+        _ = parsing.whole  # an omitted merge may be the malformed one
+    return Encoder(lambda: plain), parsing, plain.decoder
 
 
-def _build(directory: Path, text: str) -> tokenizers.Tokenizer:
+def _build_by_pieces(
+    directory: Path, source: TokenizerTree, merges: Merges, special: set[str]
+) -> tuple[Encoder, Encoder, Any]:
+    """Return the same for a tree whose `find_merges` are given."""
+
+    def build_plain() -> tokenizers.Tokenizer:
+        return _build(directory, _hide_special(source.with_merges(), _random_names(special)))
+
+    def build_parsing() -> tokenizers.Tokenizer:
+        return _build(directory, source.with_merges())
+
     with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
-        return tokenizers.Tokenizer.from_str(text)
+        plain = PieceEncoder(source.tree, merges, frozenset(special))
+        parsing = PieceEncoder(source.tree, merges, frozenset())
+    return Encoder(build_plain, plain), Encoder(build_parsing, parsing), plain.decoder
+
+
+def _random_names(tokens: set[str]) -> dict[str, str]:
+    return {token: f"<{secrets.token_hex(16)}>" for token in tokens}
+
+
+def _build(directory: Path, tree: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
+        return tokenizers.Tokenizer.from_str(msgspec.json.encode(tree).decode())
 
 
 @contextmanager
