@@ -61,7 +61,7 @@ class CheckpointFormat(NamedTuple):
     name: str
     matches: Callable[[CheckpointSource], bool]
     open: Callable[[CheckpointSource], Checkpoint]
-    read_text_assets: Callable[[Path], TextAssets]
+    read_text_assets: Callable[[Checkpoint], TextAssets]
 
 
 def assets_from_directory(directory: Path) -> TextAssets:
@@ -81,11 +81,14 @@ def _value_or_error(read: Callable[..., Any], *args: Any) -> Any:
         return error.with_traceback(None)  # its frames would keep the file's contents in memory
 
 
-def assets_from_gguf(path: Path) -> TextAssets:
-    """Read the tokenizer and the chat template from the first part of a GGUF file."""
+def assets_from_gguf(path: Path, settings: Mapping[str, Any] | None = None) -> TextAssets:
+    """Read the tokenizer and the chat template from the first part of a GGUF file.
+
+    settings: those in its header, if it has been read.
+    """
     from jaxllm.convert.gguf import reader, tokenizer_read
 
-    settings = reader.read_parts(path)[0].settings
+    settings = settings or reader.read_parts(path)[0].settings
     tree = tokenizer_read.read_tokenizer(settings, path)
     tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
     roles = {} if tree is None else tree.roles
@@ -118,19 +121,19 @@ CHECKPOINT_FORMATS = (
         CHECKPOINT.format,
         lambda source: source.header.get("format") == CHECKPOINT.format,
         lambda source: open_native(source.path, source.header),
-        assets_from_directory,
+        lambda opened: assets_from_directory(opened.directory),
     ),
     CheckpointFormat(
         HF_FORMAT,
         lambda source: source.path.is_dir() and "format" not in source.header,
         _open_hf,
-        assets_from_directory,
+        lambda opened: assets_from_directory(opened.directory),
     ),
     CheckpointFormat(
         GGUF_FORMAT,
         lambda source: _is_gguf(source.path),
         _open_gguf,
-        assets_from_gguf,
+        lambda opened: assets_from_gguf(opened.directory, opened.settings),
     ),
 )
 
@@ -156,16 +159,16 @@ def open_path(path: Path, *, strict: bool = False) -> Checkpoint:
 def read_text_assets(opened: Checkpoint) -> TextAssets:
     """Read the tokenizer and the chat template of an opened checkpoint."""
     form = next(form for form in CHECKPOINT_FORMATS if form.name == opened.file_format)
-    return form.read_text_assets(opened.directory)
+    return form.read_text_assets(opened)
 
 
 def stores_tokenizer(opened: Checkpoint) -> bool:
     """Return whether an opened checkpoint has a tokenizer, without reading it."""
     if opened.file_format != GGUF_FORMAT:
         return has_tokenizer(opened.directory)
-    from jaxllm.convert.gguf import reader, tokenizer_read
+    from jaxllm.convert.gguf import tokenizer_read
 
-    return tokenizer_read.stores_tokenizer(reader.read_parts(opened.directory)[0].settings)
+    return tokenizer_read.stores_tokenizer(opened.settings)
 
 
 def read_chat_template(file: Path, path: Path) -> ChatTemplate:

@@ -8,7 +8,7 @@ allocated. Nothing in the file is run, and no other file is opened.
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,24 +229,23 @@ class _Reader:
             raise self.error(f"{what} has {count:,} strings; at most {MAX_STRINGS:,} are read")
         self.advance(8 * count, what)  # their lengths alone
         at, last = self.position - 8 * count, min(self.size, MAX_HEADER)
+        if (split := _split_texts(self.buffer, at, last, count)) is not None:
+            texts, self.position = split
+            return texts
         whole, length_at = self.buffer, struct.Struct("<Q").unpack_from
         found: list[bytes] = []
-        keep: Callable[[bytes], None] = found.append
-        for _ in range(count):  # inlined: 0.1 s for 300,000 strings
+        for _ in range(count):
             if at + 8 > last:
                 break
             begin = at + 8
             at = begin + length_at(whole, at)[0]
             if at > last:
                 break
-            keep(whole[begin:at])
+            found.append(whole[begin:at])
         if len(found) < count or at > last:
             raise self.error(f"string {len(found):,} of {what} exceeds the file or the limit")
         self.position = at
-        try:
-            return [raw.decode() for raw in found]
-        except UnicodeDecodeError:
-            return [self.decode_text(raw, f"a string of {what}") for raw in found]
+        return [self.decode_text(raw, f"a string of {what}") for raw in found]
 
     def read_tensor_info(self, number: int) -> tuple[str, TensorInfo]:
         name = self.read_text(f"the name of tensor {number}", MAX_NAME)
@@ -272,3 +271,41 @@ class _Reader:
                 f" size {block.columns}"
             )
         return name, TensorInfo(block, shape, begin)
+
+
+def _split_texts(
+    buffer: mmap.mmap, begin: int, end: int, count: int
+) -> tuple[list[str], int] | None:
+    """Return strings of less than 256 bytes without null characters, and where they end.
+
+    All at once, in half the time that one after the other takes. Returns None for any others,
+    or if they do not end before `end`.
+
+    Args:
+        begin: Offset of the first one's length.
+    """
+    size = min(32 * count, end - begin)  # published vocabularies take up to 22 bytes each
+    byte_N = np.frombuffer(buffer, np.uint8, size, begin)
+    if size < 8 or not count:
+        return None
+    # A length is a byte with seven zeros after it.
+    is_zero_N = byte_N == 0
+    is_length_N = is_zero_N[1 : size - 6].copy()
+    for place in range(2, 8):
+        is_length_N &= is_zero_N[place : size - 7 + place]
+    start_C = np.flatnonzero(is_length_N)[:count]
+    stop_C = start_C + 8 + byte_N[start_C]
+    if len(start_C) < count or start_C[0] or (start_C[1:] != stop_C[:-1]).any():
+        return None
+    total = int(stop_C[-1])
+    if total > size:
+        return None
+    is_text_N = np.ones(total, bool)  # with one null before each string
+    is_text_N[(start_C[:, None] + np.arange(1, 8)).ravel()] = False
+    text_N = byte_N[:total].copy()
+    text_N[start_C] = 0
+    try:
+        texts = text_N[is_text_N].tobytes().decode().split("\0")
+    except UnicodeDecodeError:
+        return None
+    return (texts[1:], begin + total) if len(texts) == count + 1 else None

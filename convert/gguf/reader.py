@@ -95,6 +95,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         file_format=GGUF_FORMAT,
         ignored=unknown_keys(first),
         blocks=blocks,
+        settings=first.settings,
     )
 
 

@@ -101,8 +101,8 @@ def find_ends(settings: Mapping[str, Any]) -> list[Any]:
     """Return the ids that end a text as in llama.cpp: those of the keys, then others by name."""
     ggml, named = _Keys(settings, ""), END_NAMES.union(*FILL_IN_NAMES.values())
     tokens = ggml.get("tokens")
-    listed = enumerate(tokens if isinstance(tokens, list) else ())
-    ids = {token: index for index, token in listed if token in named}
+    listed = tokens if isinstance(tokens, list) else []
+    ids = {listed[i]: i for i in sorted(map(listed.index, named.intersection(listed)))}
     found = [ggml.get(key) for key in END_KEYS]
     found += [index for token, index in ids.items() if token in END_NAMES]
     for key, names in FILL_IN_NAMES.items():

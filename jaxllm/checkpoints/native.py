@@ -70,6 +70,7 @@ class Checkpoint:
         ignored: names of settings in the files that jaxllm does not use.
         blocks: bytes of some quantized weights, by path, as a `BlockWeight` holds them: native
             kernels read them in place of the pieces.
+        settings: the values in the header of a GGUF file, by key.
     """
 
     directory: Path
@@ -82,6 +83,7 @@ class Checkpoint:
     recipe: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     blocks: Mapping[str, LazyTensor] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):

@@ -43,6 +43,21 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("good") / "good.gguf")
 
 
+@pytest.mark.parametrize(
+    "other", ["", "\0", "\0" * 9, "a\0\0\0\0\0\0\0b", "x" * 255, "x" * 256, "\u2581" * 90, "\x01\0"]
+)  # fmt: skip
+def test_string_arrays_of_any_lengths_are_read(tmp_path: Path, other: str) -> None:
+    """Strings with nulls, empty, short and long ones, at any place of an array."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    some = [*TEXTS[1:], "x" * 20]
+    cases = [some, [other], [other, *TEXTS], [*some, other, *some], [other] * 3]
+    for number, case in enumerate(cases):
+        writer.add_array(f"texts{number}", case)
+    finish(writer)
+    settings = read_header(tmp_path / "a.gguf").settings
+    assert [settings[f"texts{number}"] for number in range(len(cases))] == cases
+
+
 @pytest.mark.parametrize("alignment", [None, 64])
 def test_header_equals_gguf_package(tmp_path: Path, alignment: int | None) -> None:
     """Settings, shapes, types and offsets equal those that the package wrote, for any alignment."""
