@@ -173,9 +173,13 @@ def load_model(
     # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
     quiet = show_progress is False or model.startswith("hf:")
     with spinner(None if quiet else f"loading {model}"):
+        if reuse_compiled:
+            from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
+
+            enable_compile_cache()
+            load_first_programs((model, sys.argv[:2]))  # while our modules are imported
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
-        from jaxllm.ops.compile_cache import enable_compile_cache, load_first_programs
         from jaxllm.sharding.mesh_spec import parse_mesh
         from jaxllm.weights.precision import freeze_rules
 
@@ -183,9 +187,6 @@ def load_model(
             freeze_rules(quantize)
         if mesh is not None:
             parse_mesh(mesh)
-        if reuse_compiled:
-            enable_compile_cache()
-            load_first_programs((model, sys.argv[:2]))
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:

@@ -147,7 +147,10 @@ class Tokenizer:
     @lru_cache(maxsize=8)  # noqa: B019 - few tokenizers live in a process
     def missing_ids(self, size: int, without: tuple[int, ...] = ()) -> tuple[range, ...]:
         """Return the ids below `size` that have no token, without some."""
-        edges = sorted({-1, size, *without, *(index for index in self._tokens if index < size)})
+        has_gaps = len(self._tokens) < self.vocab_size  # as in few vocabularies
+        start = 0 if has_gaps else self.vocab_size
+        others = (*without, *(self._tokens if has_gaps else ()))
+        edges = [start - 1, *sorted({i for i in others if start <= i < size}), size]
         return tuple(range(a + 1, b) for a, b in pairwise(edges) if b > a + 1)
 
     def unlike_ids(self, other: "Tokenizer") -> list[int]:

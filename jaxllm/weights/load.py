@@ -18,6 +18,8 @@ from jaxllm.weights.safetensors import first_non_finite
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.base import BLOCK_ROWS
 
+SMALL_TENSOR = 1 << 16  # bytes; nothing is gained by giving back what converting it took
+
 
 class NotLocal:
     """Placeholder for a parameter of which this process has no part, until all are loaded."""
@@ -96,7 +98,8 @@ def read_weight(
         tensor.shape,
         lambda: _read_blocks(path, tensor, dtypes, complaints, passed=passed and unchanged),
     )
-    return_freed_memory()  # blocks of temporary arrays
+    if tensor.nbytes > SMALL_TENSOR:
+        return_freed_memory()  # blocks of temporary arrays
     return leaf
 
 

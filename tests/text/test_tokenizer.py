@@ -228,6 +228,18 @@ def test_contradictory_added_token_ids_are_refused(
         Tokenizer.from_directory(directory)
 
 
+@pytest.mark.parametrize("pieces", [{"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 3, "c": 5}])
+@pytest.mark.parametrize("without", [(), (4,), (1, 7), (9,)])
+def test_missing_ids_are_all_others(
+    pieces: dict[str, int], without: tuple[int, ...], write_json: Callable[[str, Any], Path]
+) -> None:
+    """Those below a size, whether the vocabulary has gaps or none."""
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", tree(pieces)))
+    for size in (1, 3, 6, 9):
+        found = [i for missing in tokenizer.missing_ids(size, without) for i in missing]
+        assert found == [i for i in range(size) if i not in {*pieces.values(), *without}]
+
+
 def test_null_and_unknown_special_tokens_have_no_id(
     write_json: Callable[[str, Any], Path],
 ) -> None:
