@@ -7,8 +7,10 @@ allocated. Nothing in the file is run, and no other file is opened.
 
 import mmap
 import struct
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,24 +230,15 @@ class _Reader:
         if self.string_count > MAX_STRINGS:
             raise self.error(f"{what} has {count:,} strings; at most {MAX_STRINGS:,} are read")
         self.advance(8 * count, what)  # their lengths alone
-        at, last = self.position - 8 * count, min(self.size, MAX_HEADER)
-        if (split := _split_texts(self.buffer, at, last, count)) is not None:
-            texts, self.position = split
+        begin, last = self.position - 8 * count, min(self.size, MAX_HEADER)
+        place_C = _find_strings(self.buffer, begin, last, count)
+        if len(place_C) <= count:
+            raise self.error(f"string {len(place_C):,} of {what} exceeds the file or the limit")
+        self.position = int(place_C[-1])
+        if (texts := _split_texts(self.buffer, place_C)) is not None:
             return texts
-        whole, length_at = self.buffer, struct.Struct("<Q").unpack_from
-        found: list[bytes] = []
-        for _ in range(count):
-            if at + 8 > last:
-                break
-            begin = at + 8
-            at = begin + length_at(whole, at)[0]
-            if at > last:
-                break
-            found.append(whole[begin:at])
-        if len(found) < count or at > last:
-            raise self.error(f"string {len(found):,} of {what} exceeds the file or the limit")
-        self.position = at
-        return [self.decode_text(raw, f"a string of {what}") for raw in found]
+        raws = (self.buffer[start + 8 : stop] for start, stop in pairwise(place_C.tolist()))
+        return [self.decode_text(raw, f"a string of {what}") for raw in raws]
 
     def read_tensor_info(self, number: int) -> tuple[str, TensorInfo]:
         name = self.read_text(f"the name of tensor {number}", MAX_NAME)
@@ -273,39 +266,49 @@ class _Reader:
         return name, TensorInfo(block, shape, begin)
 
 
-def _split_texts(
-    buffer: mmap.mmap, begin: int, end: int, count: int
-) -> tuple[list[str], int] | None:
-    """Return strings of less than 256 bytes without null characters, and where they end.
+def _find_strings(buffer: mmap.mmap, begin: int, end: int, count: int) -> np.ndarray:
+    """Return the offsets of strings, which begin with their lengths, and where the last one ends.
 
-    All at once, in half the time that one after the other takes. Returns None for any others,
-    or if they do not end before `end`.
-
-    Args:
-        begin: Offset of the first one's length.
+    If string i ends after `end`, return i offsets. A length below 256 is a byte with seven zeros
+    after it: these are found all at once, others one by one.
     """
-    size = min(32 * count, end - begin)  # published vocabularies take up to 22 bytes each
+    size = min(end - begin, 32 * count)  # published vocabularies take up to 22 bytes a string
     byte_N = np.frombuffer(buffer, np.uint8, size, begin)
-    if size < 8 or not count:
-        return None
-    # A length is a byte with seven zeros after it.
     is_zero_N = byte_N == 0
-    is_length_N = is_zero_N[1 : size - 6].copy()
-    for place in range(2, 8):
-        is_length_N &= is_zero_N[place : size - 7 + place]
-    start_C = np.flatnonzero(is_length_N)[:count]
-    stop_C = start_C + 8 + byte_N[start_C]
-    if len(start_C) < count or start_C[0] or (start_C[1:] != stop_C[:-1]).any():
-        return None
-    total = int(stop_C[-1])
-    if total > size:
-        return None
-    is_text_N = np.ones(total, bool)  # with one null before each string
-    is_text_N[(start_C[:, None] + np.arange(1, 8)).ravel()] = False
-    text_N = byte_N[:total].copy()
+    is_length_N = np.ones(max(0, size - 7), bool)
+    for place in range(1, 8):
+        is_length_N &= is_zero_N[place : place + len(is_length_N)]
+    short_C = np.flatnonzero(is_length_N)
+    stop_C = short_C + 8 + byte_N[short_C]
+    # Where the next offset is not the end of this string.
+    breaks = [*np.flatnonzero(short_C[1:] != stop_C[:-1]).tolist(), len(short_C) - 1]
+    short_C, stop_C = short_C + begin, stop_C + begin
+    runs, missing, at = [np.zeros(0, np.int64)], count, begin
+    while missing and at + 8 <= end:
+        first = int(np.searchsorted(short_C, at))
+        run = np.array([at])
+        if first < len(short_C) and short_C[first] == at:
+            run = short_C[first : breaks[bisect_left(breaks, first)] + 1][:missing]
+            at = int(stop_C[first + len(run) - 1])
+        else:
+            at += 8 + int(struct.unpack_from("<Q", buffer, at)[0])
+        runs.append(run)
+        missing -= len(run)
+        if at > end:
+            return np.concatenate(runs)[:-1]
+    return np.concatenate([*runs, [at]])
+
+
+def _split_texts(buffer: mmap.mmap, place_C: np.ndarray) -> list[str] | None:
+    """Return the strings at these places; None if a null is in one, or one is not UTF-8."""
+    begin, total = int(place_C[0]), int(place_C[-1] - place_C[0])
+    start_C = place_C[:-1] - begin
+    text_N = np.frombuffer(buffer, np.uint8, total, begin).copy()
+    is_text_N = np.ones(total, bool)  # with one null in place of each length
     text_N[start_C] = 0
+    is_text_N[(start_C[:, None] + np.arange(1, 8)).ravel()] = False
     try:
         texts = text_N[is_text_N].tobytes().decode().split("\0")
     except UnicodeDecodeError:
         return None
-    return (texts[1:], begin + total) if len(texts) == count + 1 else None
+    return texts[1:] if len(texts) == len(place_C) else None

@@ -236,10 +236,11 @@ def _build_sentencepiece(
 
 def _build_byte_level(ggml: _Keys, vocab: dict[str, int], where: str) -> dict[str, Any]:
     """Return the tree without added tokens and pre-tokenizer."""
-    merges = ggml.get_texts("merges")
+    merges: list[Any] = ggml.get_texts("merges")
     if wrong := [merge for merge in merges if merge.count(" ") != 1]:
         raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
-    parts = " ".join(merges).split(" ") if merges else []
+    if "#version" in "".join(merges):  # which the library would skip, were it not a pair
+        merges = [merge.split(" ") for merge in merges]
     # Published vocabularies lack symbols of bytes that never or rarely occur in text.
     if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
         raise CheckpointError(
@@ -250,11 +251,7 @@ def _build_byte_level(ggml: _Keys, vocab: dict[str, int], where: str) -> dict[st
         "version": "1.0",
         "post_processor": None,
         "decoder": byte_level_step(),
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": list(zip(parts[::2], parts[1::2], strict=True)),
-        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 
 

@@ -31,22 +31,28 @@ class Merges(Protocol):
 
 
 class ListedMerges:
-    """Merges in their order. Of equal ones the last counts, as in the library."""
+    """Merges in their order, as two pieces with a space between them.
 
-    def __init__(self, lefts: Sequence[str], rights: Sequence[str]) -> None:
-        self.lefts, self.rights = lefts, rights
+    Of equal ones the last counts, as in the library.
+    """
+
+    def __init__(self, merges: Sequence[str]) -> None:
+        self.merges = merges
 
     @cached_property
-    def _ranks(self) -> dict[tuple[str, str], int]:
-        pairs = zip(self.lefts, self.rights, strict=True)
-        return {pair: rank for rank, pair in enumerate(pairs)}
+    def _ranks(self) -> dict[str, int]:
+        return dict(zip(self.merges, range(len(self.merges)), strict=True))
 
     def among(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
         """Return the merges among these pieces, the first one first."""
-        known = frozenset(pieces)
-        cuts = ((p[:cut], p[cut:]) for p in known for cut in range(1, len(p)))
-        found = (pair for pair in cuts if known.issuperset(pair) and pair in self._ranks)
-        return sorted(found, key=self._ranks.__getitem__)
+        if not (known := frozenset(pieces)):
+            return []
+        ranks, found = self._ranks, {}
+        for left, right in ((p[:cut], p[cut:]) for p in known for cut in range(1, len(p))):
+            if left in known and right in known:
+                found[ranks.get(f"{left} {right}", -1)] = left, right
+        found.pop(-1, None)
+        return [found[rank] for rank in sorted(found)]
 
 
 class ScoredMerges:
@@ -169,35 +175,30 @@ def find_merges(tree: Mapping[str, Any], scores: Sequence[float] | None) -> Merg
     # A byte token stands for a byte that is no piece: it must not be part of another piece.
     byte_tokens = vocab.keys() & (_BYTE_TOKENS if model.get("byte_fallback") else frozenset())
     if scores is not None:
-        merges = ScoredMerges(vocab, scores)
-        return merges if all(math.isnan(scores[vocab[name]]) for name in byte_tokens) else None
-    if (halves := split_merges(model.get("merges", []))) is None:
+        apart = all(math.isnan(scores[vocab[name]]) for name in byte_tokens)
+        return ScoredMerges(vocab, scores) if apart else None
+    if (merges := write_merges(model.get("merges", []))) is None:
         return None
-    joined = map("".join, zip(*halves, strict=True))
-    if not all(all(map(vocab.__contains__, names)) for names in (*halves, joined)):
+    parts = " ".join(merges).split(" ") if merges else []
+    joined = map("".join, zip(parts[::2], parts[1::2], strict=True))
+    if not all(map(vocab.__contains__, parts)) or not all(map(vocab.__contains__, joined)):
         return None
-    if not all(map(byte_tokens.isdisjoint, halves)):
-        return None
-    return ListedMerges(*halves)
+    return ListedMerges(merges) if byte_tokens.isdisjoint(parts) else None
 
 
-def split_merges(merges: Sequence[Any]) -> tuple[Sequence[str], Sequence[str]] | None:
-    """Return the left and the right halves of merges; None if one is not a pair.
+def write_merges(merges: Sequence[Any]) -> Sequence[str] | None:
+    """Return merges as two pieces with a space between them; None if one is not such a pair.
 
     Args:
         merges: all strings with a space, or all pairs.
     """
-    if not merges:
-        return (), ()
-    if all(isinstance(merge, str) for merge in merges):
-        if any(merge.count(" ") != 1 or merge.startswith("#version") for merge in merges):
-            return None  # the library skips lines with a version
-        parts = " ".join(merges).split(" ")
-        return parts[::2], parts[1::2]
-    if any(isinstance(merge, str) or len(merge) != 2 for merge in merges):
-        return None
-    lefts, rights = zip(*merges, strict=True)
-    return lefts, rights
+    if merges and not isinstance(merges[0], str):
+        if str in set(map(type, merges)):
+            return None
+        merges = [" ".join(merge) for merge in merges]
+    elif set(map(type, merges)) - {str} or "#version" in "".join(merges):
+        return None  # the library skips strings with a version
+    return None if [merge for merge in merges if merge.count(" ") != 1] else merges
 
 
 def _has_library_ids(tree: Mapping[str, Any]) -> bool:

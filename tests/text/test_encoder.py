@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from jaxllm.text import encoder
-from jaxllm.text.encoder import ListedMerges, PieceEncoder, find_merges, split_merges
+from jaxllm.text.encoder import ListedMerges, PieceEncoder, find_merges
 from jaxllm.text.formats import read_tree
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -101,6 +101,7 @@ def test_whole_vocabulary_is_built_for_much_text(
         {"merges": ["b c"]},
         {"merges": ["a d"]},
         {"merges": ["#version b"]},
+        {"merges": [["a b", "c"]], "vocab": {"a b": 0, "c": 1, "a bc": 2}},
         {
             "byte_fallback": True,
             "vocab": {"<0x41>": 0, "a": 1, "<0x41>a": 2},
@@ -129,10 +130,8 @@ def test_vocabularies_with_wrong_ids_are_built_whole() -> None:
 def test_last_of_equal_merges_counts() -> None:
     """As in the library, whose table of merges keeps the last one."""
     vocab, merges = ["a", "b", "c", "ab", "bc"], ["a b", "b c", "a b"]
-    halves = split_merges(merges)
-    assert halves is not None
-    assert ListedMerges(*halves).among(vocab) == [("b", "c"), ("a", "b")]
-    pieces = PieceEncoder(tree(vocab, []), ListedMerges(*halves), frozenset())
+    assert ListedMerges(merges).among(vocab) == [("b", "c"), ("a", "b")]
+    pieces = PieceEncoder(tree(vocab, []), ListedMerges(merges), frozenset())
     assert pieces.encode("abc") == [0, 4]
 
 
