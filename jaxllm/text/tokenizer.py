@@ -7,7 +7,7 @@ Plain text never becomes a special token: a tokenizer has two encoders, and only
 import operator
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -238,27 +238,31 @@ def _build_whole(
     parsing = Encoder(partial(_build, directory, tree))
     if len(without["model"].get("merges", ())) < len(tree["model"].get("merges", ())):
         _ = parsing.whole  # an omitted merge may be the malformed one
-    return Encoder(lambda: plain), parsing, plain.decoder
+    return Encoder(plain), parsing, plain.decoder
 
 
 def _build_by_pieces(
     directory: Path, source: TokenizerTree, merges: Merges, special: set[str]
 ) -> tuple[Encoder, Encoder, Any]:
     """Return the same for a tree whose `find_merges` are given."""
-
-    def build_plain() -> tokenizers.Tokenizer:
-        return _build(directory, _hide_special(source.with_merges(), _random_names(special)))
-
-    def build_parsing() -> tokenizers.Tokenizer:
-        return _build(directory, source.with_merges())
-
     with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
         plain = PieceEncoder(source.tree, merges, frozenset(special))
         parsing = PieceEncoder(source.tree, merges, frozenset())
-    return Encoder(build_plain, plain), Encoder(build_parsing, parsing), plain.decoder
+    return (
+        Encoder(partial(_build_merged, directory, source, special), plain),
+        Encoder(partial(_build_merged, directory, source, frozenset()), parsing),
+        plain.decoder,
+    )
 
 
-def _random_names(tokens: set[str]) -> dict[str, str]:
+def _build_merged(
+    directory: Path, source: TokenizerTree, special: Set[str]
+) -> tokenizers.Tokenizer:
+    """Return the library's object in which no text becomes one of the tokens in `special`."""
+    return _build(directory, _hide_special(source.with_merges(), _random_names(special)))
+
+
+def _random_names(tokens: Set[str]) -> dict[str, str]:
     return {token: f"<{secrets.token_hex(16)}>" for token in tokens}
 
 

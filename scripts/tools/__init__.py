@@ -10,6 +10,7 @@ same_bits: random requests in many ways, which must have the same bits.
 soak: many requests and generations in one process, where memory and programs must not grow.
 execute_notebooks: execution of the notebooks, whose outputs are stored.
 gpu_programs: what programs for a GPU consist of, compiled without one.
+real_golden: what llama.cpp computes for the model of `make test-real`.
 check_links: every link of the built site, without a network.
 write_file_fixtures: small files of every kind, which later versions must read.
 make_checkpoint: a random checkpoint with a published model's shape.

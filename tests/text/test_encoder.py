@@ -1,6 +1,7 @@
 """The library's ids from the pieces of a text alone, and when the whole vocabulary is built."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,7 @@ def test_whole_vocabulary_is_built_for_much_text(
     """The vocabulary is built once the texts have more characters than the limit, not before."""
     monkeypatch.setattr(encoder, "MAX_CHARACTERS", 20)
     tokenizer = Tokenizer.from_directory(byte_level)
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to other processes
     first = tokenizer.encode("the cat sat ")
     assert "whole" not in vars(tokenizer._plain)
     assert tokenizer.encode("the cat sat ") == first
