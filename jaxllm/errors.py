@@ -92,6 +92,10 @@ class UnusedSettingsWarning(UserWarning):
     """A checkpoint has settings that jaxllm does not use."""
 
 
+class LargerWeightsWarning(UserWarning):
+    """Weights take more memory than in their file, since jaxllm lacks their format."""
+
+
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return ": did you mean X?" with the known name closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)

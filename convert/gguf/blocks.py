@@ -12,6 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.convert.gguf.super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
 
 SUPER_BLOCK_SIZE = 256  # columns per block of the K types
@@ -204,7 +205,10 @@ _ROWS = (
     BlockType(13, "Q5_K", 256, 176, _read_q5_k, _read_run_scales, _read_run_offsets, quantize_q5_k),
     BlockType(14, "Q6_K", 256, 210, _read_q6_k, _read_q6_k_scales, None, quantize_q6_k),
 )
-BLOCKS = {row.type_id: row for row in _ROWS}
+_READ_ONLY = tuple(
+    BlockType(*row[:4], row.read_codes, row.read_scales, row.read_offsets) for row in MORE_TYPES
+)
+BLOCKS = {row.type_id: row for row in (*_ROWS, *_READ_ONLY)}
 BY_NAME = {row.name: row for row in _ROWS}
 WRITABLE = tuple(
     row.name for row in _ROWS if row.dtype is not None or row.quantize_blocks is not None
@@ -213,26 +217,12 @@ WRITABLE = tuple(
 # Names of types that are refused.
 UNSUPPORTED = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0",
 }

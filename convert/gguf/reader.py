@@ -4,8 +4,10 @@ As with every format, one error lists all complaints, before weights are read.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import GGUFArchitecture
 from jaxllm.convert.gguf.header import Header, TensorInfo, is_gguf, read_header
+from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.rotary import DIVISOR_TENSORS
 from jaxllm.convert.gguf.settings import find_architecture, read_config, unknown_keys
 from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.tokenizer_read import find_ends
 from jaxllm.convert.gptq_awq import make_rules
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, LargerWeightsWarning
 from jaxllm.files import path_inside
 from jaxllm.models import build, param_shapes
 from jaxllm.weights.formats import can_stack
@@ -83,6 +86,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
             if (mapped := placed.to_blocks()) is not None:
                 blocks[found.path] = mapped
     check_tensors(tensors, config, str(path), formats, complaints)
+    _warn_larger(path, entries.values())
     precision = _precision(tensors, formats, config)
     generation = check_special_ids(_read_special_ids(first), f"{path}")
     return Checkpoint(
@@ -97,6 +101,22 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         blocks=blocks,
         settings=first.settings,
     )
+
+
+def _warn_larger(path: Path, infos: Iterable[TensorInfo]) -> None:
+    """Warn, in one line, of tensors whose types take more memory than in the file."""
+    sizes = {row.name: row.bytes_per_weight for row in MORE_TYPES}
+    found = [info for info in infos if info.block.name in sizes]
+    if found:
+        stored = sum(info.nbytes for info in found)
+        held = sum(math.prod(info.shape) * sizes[info.block.name] for info in found)
+        names = ", ".join(sorted({info.block.name for info in found}))
+        warnings.warn(
+            f"{path}: weights of type {names} become int8, or float32 for Q2_K:"
+            f" {stored / 1e6:,.0f} MB of the file take {held / 1e6:,.0f} MB of memory",
+            LargerWeightsWarning,
+            stacklevel=4,
+        )
 
 
 def read_parts(path: Path) -> list[Header]:

@@ -3,7 +3,8 @@
 For every quantized type there is a leaf that represents its numbers exactly and has kernels for
 products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
 Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
-Q6_K has a scale per 16 columns (`int8-g16`).
+Q6_K has a scale per 16 columns (`int8-g16`), and so have, per 16 or 32, the types of `more_types`
+except Q2_K, whose offsets per 16 columns no leaf holds: it becomes float32.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks, read_q4_k
 from jaxllm.convert.gguf.header import TensorInfo
+from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
@@ -74,6 +76,8 @@ def _with_offset(integer: IntFormat) -> IntFormat:
 
 
 _FOUR_UP = IntFormat(4, BLOCK_SIZE, zero_point=True)  # codes from 0; the offset does the rest
+
+
 LEAVES: Mapping[str, LeafRecipe] = {
     "Q8_0": LeafRecipe(_EIGHT),
     "Q4_0": LeafRecipe(_FOUR, lambda blocks: blocks[:, 2:], 0x88),
@@ -86,6 +90,7 @@ LEAVES: Mapping[str, LeafRecipe] = {
     "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles, stored_bits=4),
     "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE)), stored_bits=5),
     "Q6_K": LeafRecipe(IntFormat(8, 16), stored_bits=6),
+    **{row.name: LeafRecipe(IntFormat(8, row.run)) for row in MORE_TYPES if not row.read_offsets},
 }
 # The names that `native.unpack` has for a leaf's pieces.
 _UNPACKED = {

@@ -22,7 +22,7 @@ from jaxllm import __version__
 from jaxllm.cli import distributed
 from jaxllm.cli.command import Command, describe_error, make_command
 from jaxllm.cli.console import log, write, write_stderr
-from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
+from jaxllm.errors import ConfigError, JaxllmError, LargerWeightsWarning, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.device_memory import describe_full_memory
 
@@ -120,17 +120,19 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _log_unread_warnings() -> Iterator[None]:
-    """Print each `UnusedSettingsWarning` once, as a line on stderr."""
+    """Print each warning of a checkpoint once, as a line on stderr."""
+    lines = UnusedSettingsWarning, LargerWeightsWarning
     with warnings.catch_warnings():
         show = warnings.showwarning
 
         def log_warning(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, UnusedSettingsWarning):
+            if issubclass(category, lines):
                 log(f"jaxllm: {message}")
             else:
                 show(message, category, *where, **more)
 
-        warnings.simplefilter("default", UnusedSettingsWarning)
+        for category in lines:
+            warnings.simplefilter("default", category)
         warnings.showwarning = log_warning
         yield
 

@@ -17,10 +17,18 @@ def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0)
     """Return random bytes with finite float16 scales, `[rows, row_bytes]`."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows * blocks, block.nbytes), np.uint8)
-    halves = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2]}
+    halves = {
+        **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2]},
+        **{"Q2_K": [80, 82], "Q3_K": [108], "TQ1_0": [52], "TQ2_0": [64], "MXFP4": []},
+        "IQ1_M": [],
+    }
     for at in halves.get(block.name, [0]):
         scale = rng.standard_normal((len(raw), 1)).astype(np.float16)
         raw[:, at : at + 2] = scale.view(np.uint8)
+    if block.name == "MXFP4":
+        raw[:, 0] = rng.integers(0, 250, len(raw))  # exponents; 0 and 1 are subnormal
+    if block.name == "IQ1_M":
+        raw[:, 55] &= 0xBF  # the highest bits of the scale, in the last nibbles of four words
     return raw.reshape(rows, -1)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import mmap
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import transformers
 
 import jaxllm
 from jaxllm.cache.files import fingerprint
-from jaxllm.convert.gguf.blocks import BY_NAME
+from jaxllm.convert.gguf.blocks import BLOCKS, BY_NAME
 from jaxllm.convert.gguf.header import TensorInfo
+from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.convert.gguf.reader import open_gguf
 from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.writer import write_gguf
 from jaxllm.convert.hf import open_hf
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, LargerWeightsWarning
 from jaxllm.lm import LM
 from jaxllm.ops import native
 from jaxllm.weights.formats import to_dense, weight_format
@@ -28,6 +30,7 @@ from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.block_weight import BlockWeight
 from tests.convert.gguf.gguf_files import ARCHS, CONV1D, dequantized, finish, raw_of, write
+from tests.convert.gguf.test_blocks import random_rows, theirs
 from tests.tiny_models import ROPES, assert_close, save_random, saved_once, tokens
 
 TYPES = [gguf.GGMLQuantizationType[name] for name in BY_NAME]
@@ -115,6 +118,31 @@ def test_logits_equal_dequantized_transformers_model(
     if family == "llama":  # bit for bit, rows in order
         assert_equal_weights(lm, model)
     assert_close(ours(lm), logits(model))
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_types_without_format_are_exact_int8(first: int, directory: Any, tmp_path: Path) -> None:
+    """Weights of random blocks, a type for each matrix, equal the package's numbers bit for bit.
+    One line has the types, and their size in memory.
+    """
+    kinds = cycle(MORE_TYPES[first : first + 7])
+
+    def raw(name: str, array: np.ndarray) -> Any:
+        if array.ndim < 2:
+            return raw_of(gguf.GGMLQuantizationType.F32)(name, array)
+        kind = next(kinds)
+        made = random_rows(BLOCKS[kind.type_id], len(array), array.shape[1] // kind.columns)
+        if kind.name == "MXFP4":
+            exponents = made[:, :: kind.nbytes]  # XLA takes subnormal scales for zero
+            exponents[:] = exponents % 64 + 96
+        return made, theirs(BLOCKS[kind.type_id])
+
+    file = write(tmp_path / "a.gguf", directory("llama"), raw)
+    with pytest.warns(LargerWeightsWarning, match=r"IQ\w+, .* become int8.* MB of the file take"):
+        lm = jaxllm.load(file)
+    found = {weight_format(x) for _, x in flatten(lm.params) if x.ndim > 1}
+    assert found == {"int8-g16", "int8-g32", *(["float32"] if first == 0 else [])}
+    assert_equal_weights(lm, in_torch(directory("llama"), file))
 
 
 def test_q8_0_code_minus_128_is_exact(directory: Any, tmp_path: Path) -> None:
