@@ -8,6 +8,7 @@ takes a millisecond. So the whole vocabulary is built only once much text has be
 
 import math
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -130,6 +131,9 @@ class PieceEncoder:
 class Encoder:
     """Encodes by pieces at first, and with the whole vocabulary once that is worth building.
 
+    A text longer than `MAX_CHARACTERS` waits for it. Otherwise it is built in a thread, once the
+    texts together are as long.
+
     Args:
         whole: the library's object, or what builds it.
         by_pieces: by default, the object is used from the start.
@@ -141,6 +145,7 @@ class Encoder:
         by_pieces: PieceEncoder | None = None,
     ) -> None:
         self._whole, self._by_pieces, self._characters = whole, by_pieces, 0
+        self._is_building = False
 
     @cached_property
     def whole(self) -> tokenizers.Tokenizer:
@@ -150,9 +155,12 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens that the library would add around it."""
         self._characters += len(text)
-        if self._by_pieces is not None and self._characters <= MAX_CHARACTERS:
-            return self._by_pieces.encode(text)
-        return self.whole.encode(text, add_special_tokens=False).ids
+        if self._by_pieces is None or "whole" in vars(self) or len(text) > MAX_CHARACTERS:
+            return self.whole.encode(text, add_special_tokens=False).ids
+        if self._characters > MAX_CHARACTERS and not self._is_building:
+            self._is_building = True
+            threading.Thread(target=lambda: self.whole, daemon=True).start()
+        return self._by_pieces.encode(text)
 
 
 def find_merges(tree: Mapping[str, Any], scores: Sequence[float] | None) -> Merges | None:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,21 @@ def test_ids_of_pieces_equal_whole_vocabulary(
 def test_whole_vocabulary_is_built_for_much_text(
     byte_level: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The vocabulary is built once the texts have more characters than the limit, not before."""
+    """The vocabulary is built in a thread once the texts have more characters than the limit, not
+    before; at once for one text of so many.
+    """
     monkeypatch.setattr(encoder, "MAX_CHARACTERS", 20)
     tokenizer = Tokenizer.from_directory(byte_level)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to other processes
     first = tokenizer.encode("the cat sat ")
     assert "whole" not in vars(tokenizer._plain)
     assert tokenizer.encode("the cat sat ") == first
-    assert "whole" in vars(tokenizer._plain) and "whole" not in vars(tokenizer._parsing)
+    while "whole" not in vars(tokenizer._plain):
+        time.sleep(0.01)
+    assert tokenizer.encode("the cat sat ") == first and "whole" not in vars(tokenizer._parsing)
+    long = "the cat sat " * 2
+    assert tokenizer.encode(long, parse_special=True) == tokenizer.encode(long)
+    assert "whole" in vars(tokenizer._parsing)
 
 
 @pytest.mark.parametrize(
