@@ -13,20 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks, read_q4_k
+from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks
 from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
-from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.block_weight import fits_in_place, row_bytes
+from jaxllm.weights.types.bitpack import CHUNK, pack_codes
+from jaxllm.weights.types.block_weight import BLOCK_TYPES, fits_in_place
 from jaxllm.weights.types.int_weight import OFFSET, IntFormat
+from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-_EIGHT, _FOUR = (
-    IntFormat(8, BLOCK_SIZE, scale_dtype="float16"),
-    IntFormat(4, BLOCK_SIZE, scale_dtype="float16"),
-)
+_EIGHT, _FOUR = (BLOCK_TYPES[name].format for name in ("Q8_0", "Q4_0"))
 
 
 class LeafRecipe(NamedTuple):
@@ -65,8 +63,7 @@ class LeafRecipe(NamedTuple):
 
 
 def _pack_nibbles(blocks: np.ndarray) -> np.ndarray:
-    codes = read_q4_k(blocks).reshape(-1, 8, 32)
-    return (codes[..., :16] | codes[..., 16:] << 4).reshape(len(codes), -1)
+    return pack_codes(SUPER_BLOCKS["Q4_K"].read_codes(blocks), 4)
 
 
 def _with_offset(integer: IntFormat) -> IntFormat:
@@ -83,9 +80,9 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
-    "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles, stored_bits=4),
-    "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE)), stored_bits=5),
-    "Q6_K": LeafRecipe(IntFormat(8, 16), stored_bits=6),
+    "Q4_K": LeafRecipe(BLOCK_TYPES["Q4_K"].format, _pack_nibbles, stored_bits=4),
+    "Q5_K": LeafRecipe(BLOCK_TYPES["Q5_K"].format, stored_bits=5),
+    "Q6_K": LeafRecipe(BLOCK_TYPES["Q6_K"].format, stored_bits=6),
 }
 # The names that `native.unpack` has for a leaf's pieces.
 _UNPACKED = {
@@ -95,7 +92,6 @@ _UNPACKED = {
     "offset": "second",
     "second": "second",
 }
-IN_PLACE = ("Q8_0", "Q4_0")  # kernels read blocks of these types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +156,13 @@ class GGUFTensor:
 
     def to_blocks(self) -> LazyTensor | None:
         """Return its bytes as a `BlockWeight` holds them, or None if that cannot be."""
-        kept, info = LEAVES.get(self.block.name), self.tensor_info
-        if kept is None or self.row_order is not None or self.weight_offset:
+        info = self.tensor_info
+        if self.row_order is not None or self.weight_offset:
             return None
-        bits = kept.format.bits
-        if self.block.name not in IN_PLACE or not fits_in_place(bits, info.shape):
+        if not fits_in_place(self.block.name, info.shape):
             return None
         before = info.offset % ALIGNMENT
-        size = before + info.shape[0] * row_bytes(bits, info.shape[1])
+        size = before + info.shape[0] * self.block.row_bytes(info.shape[1])
         return view_mapped_tensor(self.buffer, info.offset - before, np.uint8, (size,))
 
     def to_leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:

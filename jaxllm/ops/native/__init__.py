@@ -65,6 +65,9 @@ class Kind(IntEnum):
     BITMAP_F32 = 10
     BITMAP_BF16 = 11
     BITMAP_INT8 = 12
+    Q4_K = 13
+    Q5_K = 14
+    Q6_K = 15
 
 
 PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)

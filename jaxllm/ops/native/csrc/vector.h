@@ -16,6 +16,8 @@
 //      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
 //                             127), those of four neighbors added to their lane;
 //      add_nibbles(sum, w, w2, x, x2) the same for w and w2 from 0 to 15, both pairs;
+//      add_codes(sum, w, x)   the same for w from 0 to 63, without offset;
+//      sums_of_sixteens(v[4]) lane 4 l + k is the sum of the four lanes from 4 l on of v[k];
 //      kDigitRows             up to how many bfloat16 rows multiply four bits by digits (digits.h); 0: none. Without
 //                             offset, digit_products(codes, digit) is the sum of codes times their digits, weighted;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
