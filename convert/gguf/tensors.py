@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks
 from jaxllm.convert.gguf.header import TensorInfo
-from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
@@ -34,13 +33,11 @@ class LeafRecipe(NamedTuple):
         read_packed: Reads the bytes of 4-bit codes as the leaf packs them: columns i and i + 16 of
             32 share one. None: the leaf has a byte per code.
         padding_byte: The byte of codes in padding columns, which stand for zero.
-        stored_bits: Bits of a stored code, if `native.unpack` reads the type.
     """
 
     format: IntFormat
     read_packed: ReadBlocks | None = None
     padding_byte: int = 0
-    stored_bits: int = 0
 
     def read_piece(self, block: BlockType, name: str, blocks: np.ndarray) -> np.ndarray:
         """Return the numbers of a piece `[n, k]`, from blocks uint8 `[n, nbytes]`."""
@@ -80,17 +77,9 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
-    "Q4_K": LeafRecipe(BLOCK_TYPES["Q4_K"].format, _pack_nibbles, stored_bits=4),
-    "Q5_K": LeafRecipe(BLOCK_TYPES["Q5_K"].format, stored_bits=5),
-    "Q6_K": LeafRecipe(BLOCK_TYPES["Q6_K"].format, stored_bits=6),
-}
-# The names that `native.unpack` has for a leaf's pieces.
-_UNPACKED = {
-    "data": "codes",
-    "scale": "first",
-    "first": "first",
-    "offset": "second",
-    "second": "second",
+    "Q4_K": LeafRecipe(BLOCK_TYPES["Q4_K"].format, _pack_nibbles),
+    "Q5_K": LeafRecipe(BLOCK_TYPES["Q5_K"].format),
+    "Q6_K": LeafRecipe(BLOCK_TYPES["Q6_K"].format),
 }
 
 
@@ -155,12 +144,18 @@ class GGUFTensor:
         return LazyTensor(dtype, shape, read, self._raw_tensor.release, apart)
 
     def to_blocks(self) -> LazyTensor | None:
-        """Return its bytes as a `BlockWeight` holds them, or None if that cannot be."""
+        """Return its bytes as a `BlockWeight` holds them, or None if that cannot be.
+
+        They lie in the mapped file; those of reordered rows are copied from it.
+        """
         info = self.tensor_info
-        if self.row_order is not None or self.weight_offset:
+        if self.weight_offset or not fits_in_place(self.block.name, self.shape):
             return None
-        if not fits_in_place(self.block.name, info.shape):
-            return None
+        if self.row_order is not None:
+            size = self.shape[0] * self.block.row_bytes(self.shape[1])
+            return LazyTensor(
+                np.dtype(np.uint8), (size,), self._read_ordered, self._raw_tensor.release
+            )
         before = info.offset % ALIGNMENT
         size = before + info.shape[0] * self.block.row_bytes(info.shape[1])
         return view_mapped_tensor(self.buffer, info.offset - before, np.uint8, (size,))
@@ -181,9 +176,6 @@ class GGUFTensor:
         size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
         if name.endswith(".zero"):  # codes are from 0; the offset does the rest
             return LazyTensor(held, size, lambda: empty_aligned(size, held, zeroed=True))
-        unpacked = None
-        if kept.stored_bits and native.load_kernels() is not None:
-            unpacked = _UNPACKED[name.rpartition(".")[2]]
         empty = kept.padding_byte if name.endswith(".data") else 0
 
         def read() -> np.ndarray:
@@ -193,12 +185,6 @@ class GGUFTensor:
                 rows = rows.view(np.uint8)
             for raw in self._read_raw_rows(BLOCK_ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                if unpacked is not None:
-                    native.unpack(
-                        kept.stored_bits, blocks, **{unpacked: rows[done : done + len(raw)]}
-                    )
-                    done += len(raw)
-                    continue
                 made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
@@ -215,6 +201,12 @@ class GGUFTensor:
             return array
 
         return LazyTensor(held, size, read, self._raw_tensor.release)
+
+    def _read_ordered(self) -> np.ndarray:
+        """Return the bytes of all rows, in their order."""
+        bytes_RB = empty_aligned((self.shape[0], self.block.row_bytes(self.shape[1])), np.uint8)
+        np.take(self._raw_tensor.read(), self.row_order, axis=0, out=bytes_RB)
+        return bytes_RB.reshape(-1)
 
     @property
     def _row_count(self) -> int:

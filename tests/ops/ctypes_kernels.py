@@ -130,6 +130,11 @@ class Matrix:
     sizes: np.ndarray | None = None
 
     @property
+    def magnitudes(self) -> np.ndarray:
+        """Of numbers, or of their parts."""
+        return np.abs(self.numbers) if self.sizes is None else self.sizes
+
+    @property
     def is_integer(self) -> bool:
         """Whether products round inputs to int8 on request."""
         return self.scale is not None or self.kind >= Kind.Q4_K

@@ -287,8 +287,7 @@ def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
     infinite if a result that should be finite is not.
     """
     x = x.astype(np.float64)
-    sizes = np.abs(matrix.numbers) if matrix.sizes is None else matrix.sizes
-    exact, size = x @ matrix.numbers.T, np.abs(x) @ sizes.T
+    exact, size = x @ matrix.numbers.T, np.abs(x) @ matrix.magnitudes.T
     columns = x.shape[1]
     share = 1e-6 * max(1.0, (columns / 2048) ** 0.5)
     with np.errstate(invalid="ignore"):

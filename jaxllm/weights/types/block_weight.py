@@ -120,7 +120,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
 def map_blocks(
     path: str, format: Format, shape: tuple[int, ...], tensor: LazyTensor, *, passed: bool
 ) -> BlockWeight:
-    """Return the weight at `path` over its bytes in a mapped file.
+    """Return the weight at `path` over its bytes, which usually lie in a mapped file.
 
     Args:
         passed: whether its scales are known to be finite.
@@ -129,11 +129,11 @@ def map_blocks(
         CheckpointError: if one is not.
     """
     (type,) = (name for name, block in BLOCK_TYPES.items() if block.format == format)
-    weight = BlockWeight(jax.device_put(tensor.read(), may_alias=True), type, shape[1])
+    raw = tensor.read()
+    weight = BlockWeight(jax.device_put(raw, may_alias=True), type, shape[1])
     assert weight.shape == shape
     if not passed:
-        blocks = tensor.read()[tensor.shape[0] % weight.row_bytes :]
-        blocks = blocks.reshape(-1, BLOCK_TYPES[type].nbytes)
+        blocks = raw[raw.size % weight.row_bytes :].reshape(-1, BLOCK_TYPES[type].nbytes)
         halves = SUPER_BLOCKS[type].halves if type in SUPER_BLOCKS else slice(2)
         check_finite(path, {".scale": blocks[:, halves].view(np.float16)}, ".scale")
     return weight

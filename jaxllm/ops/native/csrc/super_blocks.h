@@ -79,6 +79,8 @@ JAXLLM_INLINE void super_codes(const uint8_t* block, int i, Bytes& first, Bytes&
   }
 }
 
+typedef uint64_t Two __attribute__((vector_size(16)));
+
 template <int... I>
 JAXLLM_INLINE Sixteen shuffled(Sixteen v, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(v, v, I...);
@@ -98,9 +100,9 @@ JAXLLM_INLINE void super_scales(const uint8_t* block, std::integer_sequence<int,
     store(whole[0], shuffled(load<Sixteen>(block + 192), std::integer_sequence<int, Order...>()));
   } else {  // six bits each: those of runs 0 to 7; 8 to 15 have the upper two in the bytes of the first
     const uint64_t six = load<uint64_t>(block + 4), four = load<uint32_t>(block + 12);
-    const uint64_t both[2] = {six & 0x3f3f3f3f3f3f3f3f,
-                              ((four | four << 28) & 0x0f0f0f0f0f0f0f0f) | (six >> 2 & 0x3030303030303030)};
-    const Sixteen all = load<Sixteen>(both);  // each half: four scales, four offsets
+    const uint64_t low = six & 0x3f3f3f3f3f3f3f3f,
+                   high = ((four | four << 28) & 0x0f0f0f0f0f0f0f0f) | (six >> 2 & 0x3030303030303030);
+    const Sixteen all = Sixteen(Two{low, high});  // each half: four scales, four offsets
     store(whole[0], shuffled(all, std::integer_sequence<int, (Order / 8 * 8 + Order / 2 % 4)...>()));
     store(whole[1], shuffled(all, std::integer_sequence<int, (Order / 8 * 8 + 4 + Order / 2 % 4)...>()));
   }
