@@ -210,6 +210,7 @@ struct DecodedRows {
   static void decode(typename S::Row& row, int64_t begin, int64_t end, uint8_t* to, Floats* scales) {
     alignas(64) uint8_t place[S::kTail ? S::kChunk * 4 : 1];
     for (int64_t c = begin; c < end; c += S::kChunk) {
+      if (c % S::kChunk) __builtin_unreachable();
       if constexpr (S::kTail) {
         if (c + S::kChunk > end) {
           memset(place, 0, sizeof place);

@@ -153,7 +153,7 @@ struct SuperSource {
       }
       JAXLLM_UNROLL
       for (int n = 0; n < N; n++) {
-        const int64_t column = c % kSuper + n * kLanes, run = column / 16;
+        const int64_t column = c % kSuper + n * kLanes, run = K == Kind::kQ6K ? column / 16 : column / 32 * 2;
         const Floats code = from_int8(codes + super_byte<K>(int(column % 128)));
         const Floats by = all_of(reinterpret_cast<const float*>(scale)[run]);
         out[n] = K == Kind::kQ6K ? code * by : fma(code, by, all_of(reinterpret_cast<const float*>(offset)[run]));
