@@ -3,7 +3,8 @@
 For every quantized type there is a leaf that represents its numbers exactly and has kernels for
 products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
 Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
-Q6_K has a scale per 16 columns (`int8-g16`).
+Q6_K has a scale per 16 columns (`int8-g16`). On a CPU, the kernels instead read the blocks of most
+types (`to_blocks`).
 """
 
 import dataclasses

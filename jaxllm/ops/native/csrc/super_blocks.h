@@ -151,6 +151,7 @@ struct SuperSource {
           memcpy(codes + 2 * i * kBytes, some, sizeof some);
         }
       }
+      if (c % 128 == 0) asm("" : "+m"(codes), "+m"(scale), "+m"(offset));
       JAXLLM_UNROLL
       for (int n = 0; n < N; n++) {
         const int64_t column = c % kSuper + n * kLanes, run = K == Kind::kQ6K ? column / 16 : column / 32 * 2;
