@@ -35,27 +35,15 @@ constexpr int super_run(int i) {
   return byte / 128 * 8 + super_column<K>(byte % 128) / 16;
 }
 
-// How far the upper bits of the codes of each lane are shifted, by their distance from bit 4.
+// The first of the upper bits that belong to byte p, of the 64 of a half: to its low bits, or its high ones.
 template <Kind K>
-struct Shifts {
-  uint32_t by[2][2][kLanes];  // half, low or high bits
-
-  constexpr Shifts() : by{} {
-    for (int i = 0; i < 4 * kLanes; i++) {
-      const int at = first_bit(i / kLanes / 2, i % kLanes * 4, i / kLanes % 2);
-      by[i / kLanes / 2][i / kLanes % 2][i % kLanes] = uint32_t(at < 4 ? 4 - at : at - 4);
-    }
-  }
-  // Of byte p, of 64, of a half.
-  static constexpr int first_bit(int half, int p, int high) {
-    return K == Kind::kQ6K ? 2 * (p / 32 + 2 * high) : 4 * half + 2 * (p / 32) + high;
-  }
-};
+constexpr int upper_bit(int half, int p, int high) {
+  return K == Kind::kQ6K ? 2 * (p / 32 + 2 * high) : 4 * half + 2 * (p / 32) + high;
+}
 
 // Registers 2 i and 2 i + 1 of a block's codes, from 0 on.
 template <Kind K>
 JAXLLM_INLINE void super_codes(const uint8_t* block, int i, Bytes& first, Bytes& second) {
-  static constexpr Shifts<K> kShifts;
   constexpr bool kSix = K == Kind::kQ6K;
   const int half = i * kBytes / 64, from = i * kBytes % 64;
   const Bytes byte = load<Bytes>(block + (kSix ? 0 : (K == Kind::kQ4K ? 16 : 48)) + i * kBytes);
@@ -63,19 +51,20 @@ JAXLLM_INLINE void super_codes(const uint8_t* block, int i, Bytes& first, Bytes&
   second = byte >> 4;
   if constexpr (K == Kind::kQ4K) return;
   const uint8_t* upper = block + (kSix ? 128 + 32 * half : 16);
-  const uint8_t mask = kSix ? 0x30 : 0x10;
-  if constexpr (kBytes > 32) {
-    Sixteen part[kBytes / 16];
+  Sixteen part[kBytes / 16];
+  JAXLLM_UNROLL
+  for (int n = 0; n < kBytes / 16; n++) part[n] = load<Sixteen>(upper + (from + 16 * n) % 32);
+  const Bits bits = Bits(joined(part));
+  JAXLLM_UNROLL
+  for (int high = 0; high < 2; high++) {
+    Bits by = {};  // to bit 4: all lanes to the left, or all to the right
     JAXLLM_UNROLL
-    for (int n = 0; n < kBytes / 16; n++) part[n] = load<Sixteen>(upper + 16 * n % 32);
-    const Bits bits = Bits(joined(part)), by = load<Bits>(kShifts.by[half][0]), by_2 = load<Bits>(kShifts.by[half][1]);
-    first |= Bytes(kSix || !half ? bits << by : bits >> by) & mask;
-    second |= Bytes(!kSix && !half ? bits << by_2 : bits >> by_2) & mask;
-  } else {
-    const Bits bits = load<Bits>(upper + from % 32);
-    const int at = Shifts<K>::first_bit(half, from, 0), at_2 = Shifts<K>::first_bit(half, from, 1);
-    first |= Bytes(at < 4 ? bits << (4 - at) : bits >> (at - 4)) & mask;
-    second |= Bytes(at_2 < 4 ? bits << (4 - at_2) : bits >> (at_2 - 4)) & mask;
+    for (int lane = 0; lane < kLanes; lane++) {
+      const int at = upper_bit<K>(half, from + 4 * lane, high);
+      by[lane] = uint32_t(at < 4 ? 4 - at : at - 4);
+    }
+    const Bits there = upper_bit<K>(half, from, high) < 4 ? bits << by : bits >> by;
+    (high ? second : first) |= Bytes(there) & uint8_t(kSix ? 0x30 : 0x10);
   }
 }
 
@@ -125,7 +114,12 @@ constexpr auto lane_order(std::integer_sequence<int, I...>) {
 template <Kind K>
 struct SuperSource {
   static constexpr bool kPairs = false, kTail = false, kEnds = false;
-  static constexpr int kUnit = 32, kChunk = kSuper;
+#ifdef JAXLLM_SCALES_NIBBLES
+  static constexpr bool kTables = K == Kind::kQ4K;
+#else
+  static constexpr bool kTables = false;
+#endif
+  static constexpr int kUnit = kTables ? 64 : 32, kChunk = kSuper;
   static constexpr Scales kScales = Scales::kNone;
   typedef Floats Value;
   struct Row {
@@ -138,10 +132,21 @@ struct SuperSource {
     JAXLLM_INLINE void fetch(int64_t c) const {
       for (int i = 0; i < super_bytes(K); i += 64) ahead(block(c) + i, of->distance);
     }
+    // That of column c: of Q4_K and Q5_K, one of two that are alike.
+    static JAXLLM_INLINE const float* value_of(const Floats (&runs)[16 / kLanes], int64_t c) {
+      return reinterpret_cast<const float*>(runs) + (K == Kind::kQ6K ? c % kSuper / 16 : c % kSuper / 32 * 2);
+    }
     // Units follow each other, from the beginning of a block on.
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Floats (&out)[N]) {
-      if (c % kSuper == 0) super_scales<K>(block(c), Sixteens(), scale, offset);
+      if (c % kSuper == 0) {
+        super_scales<K>(block(c), Sixteens(), scale, offset);
+        asm("" : "+m"(scale), "+m"(offset));  // read from memory: processors load more than they shuffle
+      }
+#ifdef JAXLLM_SCALES_NIBBLES
+      if constexpr (kTables)
+        return scaled_nibbles(block(c) + 16 + c % kSuper / 2, value_of(scale, c), value_of(offset, c), out);
+#endif
       if (c % 128 == 0) {
         JAXLLM_UNROLL
         for (int i = 0; i < 64 / kBytes; i++) {
@@ -150,14 +155,13 @@ struct SuperSource {
           if (K == Kind::kQ6K) some[0] -= 32, some[1] -= 32;
           memcpy(codes + 2 * i * kBytes, some, sizeof some);
         }
+        asm("" : "+m"(codes));
       }
-      if (c % 128 == 0) asm("" : "+m"(codes), "+m"(scale), "+m"(offset));
       JAXLLM_UNROLL
       for (int n = 0; n < N; n++) {
-        const int64_t column = c % kSuper + n * kLanes, run = K == Kind::kQ6K ? column / 16 : column / 32 * 2;
-        const Floats code = from_int8(codes + super_byte<K>(int(column % 128)));
-        const Floats by = all_of(reinterpret_cast<const float*>(scale)[run]);
-        out[n] = K == Kind::kQ6K ? code * by : fma(code, by, all_of(reinterpret_cast<const float*>(offset)[run]));
+        const int64_t column = c + n * kLanes;
+        const Floats code = from_int8(codes + super_byte<K>(int(column % 128))), by = all_of(*value_of(scale, column));
+        out[n] = K == Kind::kQ6K ? code * by : fma(code, by, all_of(*value_of(offset, column)));
       }
     }
   };
@@ -179,8 +183,8 @@ void super_part(const Weight& w, int64_t o, int64_t from, float* out) {
   const SuperSource<K> source(w);
   typename SuperSource<K>::Row row = source.row(o, 0);
   super_scales<K>(row.block(from), Sixteens(), row.scale, row.offset);
-  for (int c = 0; c < 128; c += 32) {
-    Floats some[32 / kLanes];
+  for (int c = 0; c < 128; c += row.of->kUnit) {
+    Floats some[SuperSource<K>::kUnit / kLanes];
     row.load(from + c, some);
     memcpy(out + c, some, sizeof some);
   }

@@ -75,17 +75,17 @@ void super_tile(const Weight& w, const SuperDigits* x, int64_t blocks, const Til
 template <Kind K>
 void multiply_super(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   constexpr bool kSmall = kRegisters < 32;
+  constexpr int kMost = kSmall ? 1 : 2;
   const SuperSource<K> source(w);
   if (!in.rounded && in.rows > 16) return multiply_expanded(source, w, in, x, begin, end, y);
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
-    if (!in.rounded)
-      return tiles<4, kSmall ? 3 : 4, kSmall ? 2 : 4, kSmall ? 1 : 2>(
-          begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
-            tile<SuperSource<K>, O, R>(source, w, reinterpret_cast<const float*>(x), stride_of(in), o, r, y);
-          });
-    tiles<4, kSmall ? 1 : 2, kSmall ? 1 : 2, 1>(
+    if (in.rounded)
+      return tiles<4, kMost, kMost, kMost>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+        super_tile<K, O, R>(w, reinterpret_cast<const SuperDigits*>(x), supers_of(in), o, r, y);
+      });
+    tiles<4, kSmall ? 3 : 4, kSmall ? 2 : 4, kSmall ? 1 : 4>(
         begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
-          super_tile<K, O, R>(w, reinterpret_cast<const SuperDigits*>(x), supers_of(in), o, r, y);
+          tile<SuperSource<K>, O, R>(source, w, reinterpret_cast<const float*>(x), stride_of(in), o, r, y);
         });
   });
 }

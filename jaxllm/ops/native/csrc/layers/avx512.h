@@ -258,6 +258,20 @@ struct Levels {
   JAXLLM_INLINE Floats at(Bits index) const { return _mm512_permutexvar_ps(__m512i(index), level); }
 };
 
+// 64 columns of Q4_K (super_blocks.h), scaled by tables of the 16 codes' values.
+#define JAXLLM_SCALES_NIBBLES
+JAXLLM_INLINE void scaled_nibbles(const uint8_t* p, const float* scale, const float* offset, Floats (&out)[4]) {
+  const __m512 code = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512 low = fma(code, _mm512_set1_ps(scale[0]), _mm512_set1_ps(offset[0]));
+  const __m512 high = fma(code, _mm512_set1_ps(scale[2]), _mm512_set1_ps(offset[2]));
+  JAXLLM_UNROLL
+  for (int n = 0; n < 2; n++) {  // bits above the fourth are ignored
+    const __m512i byte = _mm512_cvtepu8_epi32(load<__m128i>(p + n * 16));
+    out[n] = _mm512_permutexvar_ps(byte, low);
+    out[2 + n] = _mm512_permutexvar_ps(_mm512_srli_epi32(byte, 4), high);
+  }
+}
+
 struct Spread {
   static constexpr bool kHalves = true;
   __m512i index;
