@@ -205,6 +205,7 @@ class GGUFTensor:
 
     def _read_ordered(self) -> np.ndarray:
         """Return the bytes of all rows, in their order."""
+        assert self.row_order is not None
         bytes_RB = empty_aligned((self.shape[0], self.block.row_bytes(self.shape[1])), np.uint8)
         np.take(self._raw_tensor.read(), self.row_order, axis=0, out=bytes_RB)
         return bytes_RB.reshape(-1)
