@@ -278,6 +278,7 @@ def test_blocks_are_read_in_place(kind: str, directory: Any, tmp_path: Path) -> 
     reordered = {path for path in leaves if "q_proj" in path or "k_proj" in path}
     assert mapped == {path for path, leaf in leaves.items() if leaf.ndim == 2}
     assert {leaves[path].type for path in mapped} == {kind}
+    assert opened.nbytes == sum(leaf.nbytes for leaf in leaves.values())
     begins = {leaves[path].data.unsafe_buffer_pointer() for path in mapped - reordered}
     lying = {path: x for path, x in opened.blocks.items() if path not in reordered}
     offsets = {x.read().ctypes.data for x in lying.values()}
