@@ -46,6 +46,7 @@
 //                             order where a bit is set, else 0.
 //    and JAXLLM_SPREADS_HALVES if most of its processors can for 16 bits: then all of them add sparse bfloat16 in the
 //    order of halves.
+//    If it selects floats by four bits of each lane, JAXLLM_SCALES_NIBBLES and scaled_nibbles: 64 columns of Q4_K.
 //    If it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   a b of two neighbors added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; alternating 16-bit numbers.
