@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.convert.gguf.super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
+from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
 SUPER_BLOCK_SIZE = 256  # columns per block of the K types
 BLOCK_SIZE = 32  # columns per block of the other quantized types
@@ -96,52 +97,6 @@ def _five_bits_at(begin: int, less: int) -> ReadBlocks:
     return read
 
 
-def _unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unpack 12 bytes to the scales and minima of 8 runs of 32 columns, uint8 `[n, 8]` each."""
-    first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([first & 63, (high & 15) | (first >> 6 << 4)], axis=1)
-    minima = np.concatenate([second & 63, (high >> 4) | (second >> 6 << 4)], axis=1)
-    return scales, minima
-
-
-def _read_run_scales(blocks: np.ndarray) -> np.ndarray:
-    return _unpack_six_bits(blocks[:, 4:16])[0] * _half_at(0)(blocks)
-
-
-def _read_run_offsets(blocks: np.ndarray) -> np.ndarray:
-    return -(_unpack_six_bits(blocks[:, 4:16])[1] * _half_at(2)(blocks))
-
-
-def _unpack_runs(qs: np.ndarray) -> np.ndarray:
-    """Unpack 128 bytes to 8 runs of 32 4-bit codes `[n, 8, 32]`, per 32 bytes low nibbles first."""
-    bytes_ = qs.reshape(-1, 4, 1, 32)
-    return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(-1, 8, 32)
-
-
-def read_q4_k(blocks: np.ndarray) -> np.ndarray:
-    """Read the codes of Q4_K's 8 runs of 32, uint8 `[n, 256]`, 0 to 15."""
-    return _unpack_runs(blocks[:, 16:]).reshape(-1, SUPER_BLOCK_SIZE)
-
-
-def _read_q5_k(blocks: np.ndarray) -> np.ndarray:
-    shifts = np.arange(8, dtype=np.uint8)[:, None]  # bit r of byte i belongs to code i of run r
-    fifth = (blocks[:, None, 16:48] >> shifts & 1) << 4
-    return (_unpack_runs(blocks[:, 48:]) | fifth).reshape(-1, SUPER_BLOCK_SIZE)
-
-
-def _read_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Read the codes of Q6_K's 16 runs of 16, int8 `[n, 256]`, -32 to 31."""
-    low = blocks[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
-    return ((low | high << 4).reshape(-1, SUPER_BLOCK_SIZE) - np.uint8(32)).view(np.int8)
-
-
-def _read_q6_k_scales(blocks: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _half_at(208)(blocks)
-
-
 def _quantize_q8_0(blocks: np.ndarray) -> np.ndarray:
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     steps = blocks * _inverse(scale)
@@ -190,6 +145,12 @@ def _as_half(scale: np.ndarray) -> np.ndarray:
         return scale.astype(np.float16).view(np.uint8)
 
 
+def _super_block(type_id: int, name: str, quantize: ReadBlocks) -> BlockType:
+    read = SUPER_BLOCKS[name]
+    readers = read.read_codes, read.read_scales, read.read_offsets
+    return BlockType(type_id, name, SUPER_BLOCK_SIZE, read.nbytes, *readers, quantize)
+
+
 _ROWS = (
     BlockType(0, "F32", 1, 4, dtype=np.dtype("<f4")),
     BlockType(1, "F16", 1, 2, dtype=np.dtype("<f2")),
@@ -201,9 +162,9 @@ _ROWS = (
     BlockType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
     BlockType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
     BlockType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
-    BlockType(12, "Q4_K", 256, 144, read_q4_k, _read_run_scales, _read_run_offsets, quantize_q4_k),
-    BlockType(13, "Q5_K", 256, 176, _read_q5_k, _read_run_scales, _read_run_offsets, quantize_q5_k),
-    BlockType(14, "Q6_K", 256, 210, _read_q6_k, _read_q6_k_scales, None, quantize_q6_k),
+    _super_block(12, "Q4_K", quantize_q4_k),
+    _super_block(13, "Q5_K", quantize_q5_k),
+    _super_block(14, "Q6_K", quantize_q6_k),
 )
 _READ_ONLY = tuple(
     BlockType(*row[:4], row.read_codes, row.read_scales, row.read_offsets) for row in MORE_TYPES

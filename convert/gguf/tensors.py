@@ -4,7 +4,8 @@ For every quantized type there is a leaf that represents its numbers exactly and
 products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
 Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
 Q6_K has a scale per 16 columns (`int8-g16`), and so have, per 16 or 32, the types of `more_types`
-except Q2_K, whose offsets per 16 columns no leaf holds: it becomes float32.
+except Q2_K, whose offsets per 16 columns no leaf holds: it becomes float32. On a CPU, the kernels
+instead read the blocks of most types (`to_blocks`).
 """
 
 import dataclasses
@@ -14,21 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks, read_q4_k
+from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks
 from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.convert.gguf.more_types import MORE_TYPES
-from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
-from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.block_weight import fits_in_place, row_bytes
+from jaxllm.weights.types.bitpack import CHUNK, pack_codes
+from jaxllm.weights.types.block_weight import BLOCK_TYPES, fits_in_place
 from jaxllm.weights.types.int_weight import OFFSET, IntFormat
+from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-_EIGHT, _FOUR = (
-    IntFormat(8, BLOCK_SIZE, scale_dtype="float16"),
-    IntFormat(4, BLOCK_SIZE, scale_dtype="float16"),
-)
+_EIGHT, _FOUR = (BLOCK_TYPES[name].format for name in ("Q8_0", "Q4_0"))
 
 
 class LeafRecipe(NamedTuple):
@@ -38,13 +36,11 @@ class LeafRecipe(NamedTuple):
         read_packed: Reads the bytes of 4-bit codes as the leaf packs them: columns i and i + 16 of
             32 share one. None: the leaf has a byte per code.
         padding_byte: The byte of codes in padding columns, which stand for zero.
-        stored_bits: Bits of a stored code, if `native.unpack` reads the type.
     """
 
     format: IntFormat
     read_packed: ReadBlocks | None = None
     padding_byte: int = 0
-    stored_bits: int = 0
 
     def read_piece(self, block: BlockType, name: str, blocks: np.ndarray) -> np.ndarray:
         """Return the numbers of a piece `[n, k]`, from blocks uint8 `[n, nbytes]`."""
@@ -67,8 +63,7 @@ class LeafRecipe(NamedTuple):
 
 
 def _pack_nibbles(blocks: np.ndarray) -> np.ndarray:
-    codes = read_q4_k(blocks).reshape(-1, 8, 32)
-    return (codes[..., :16] | codes[..., 16:] << 4).reshape(len(codes), -1)
+    return pack_codes(SUPER_BLOCKS["Q4_K"].read_codes(blocks), 4)
 
 
 def _with_offset(integer: IntFormat) -> IntFormat:
@@ -87,20 +82,11 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
-    "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles, stored_bits=4),
-    "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE)), stored_bits=5),
-    "Q6_K": LeafRecipe(IntFormat(8, 16), stored_bits=6),
+    "Q4_K": LeafRecipe(BLOCK_TYPES["Q4_K"].format, _pack_nibbles),
+    "Q5_K": LeafRecipe(BLOCK_TYPES["Q5_K"].format),
+    "Q6_K": LeafRecipe(BLOCK_TYPES["Q6_K"].format),
     **{row.name: LeafRecipe(IntFormat(8, row.run)) for row in MORE_TYPES if not row.read_offsets},
 }
-# The names that `native.unpack` has for a leaf's pieces.
-_UNPACKED = {
-    "data": "codes",
-    "scale": "first",
-    "first": "first",
-    "offset": "second",
-    "second": "second",
-}
-IN_PLACE = ("Q8_0", "Q4_0")  # kernels read blocks of these types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,15 +150,20 @@ class GGUFTensor:
         return LazyTensor(dtype, shape, read, self._raw_tensor.release, apart)
 
     def to_blocks(self) -> LazyTensor | None:
-        """Return its bytes as a `BlockWeight` holds them, or None if that cannot be."""
-        kept, info = LEAVES.get(self.block.name), self.tensor_info
-        if kept is None or self.row_order is not None or self.weight_offset:
+        """Return its bytes as a `BlockWeight` holds them, or None if that cannot be.
+
+        They lie in the mapped file; those of reordered rows are copied from it.
+        """
+        info = self.tensor_info
+        if self.weight_offset or not fits_in_place(self.block.name, self.shape):
             return None
-        bits = kept.format.bits
-        if self.block.name not in IN_PLACE or not fits_in_place(bits, info.shape):
-            return None
+        if self.row_order is not None:
+            size = self.shape[0] * self.block.row_bytes(self.shape[1])
+            return LazyTensor(
+                np.dtype(np.uint8), (size,), self._read_ordered, self._raw_tensor.release
+            )
         before = info.offset % ALIGNMENT
-        size = before + info.shape[0] * row_bytes(bits, info.shape[1])
+        size = before + info.shape[0] * self.block.row_bytes(info.shape[1])
         return view_mapped_tensor(self.buffer, info.offset - before, np.uint8, (size,))
 
     def to_leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
@@ -191,9 +182,6 @@ class GGUFTensor:
         size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
         if name.endswith(".zero"):  # codes are from 0; the offset does the rest
             return LazyTensor(held, size, lambda: empty_aligned(size, held, zeroed=True))
-        unpacked = None
-        if kept.stored_bits and native.load_kernels() is not None:
-            unpacked = _UNPACKED[name.rpartition(".")[2]]
         empty = kept.padding_byte if name.endswith(".data") else 0
 
         def read() -> np.ndarray:
@@ -203,12 +191,6 @@ class GGUFTensor:
                 rows = rows.view(np.uint8)
             for raw in self._read_raw_rows(BLOCK_ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                if unpacked is not None:
-                    native.unpack(
-                        kept.stored_bits, blocks, **{unpacked: rows[done : done + len(raw)]}
-                    )
-                    done += len(raw)
-                    continue
                 made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
@@ -225,6 +207,13 @@ class GGUFTensor:
             return array
 
         return LazyTensor(held, size, read, self._raw_tensor.release)
+
+    def _read_ordered(self) -> np.ndarray:
+        """Return the bytes of all rows, in their order."""
+        assert self.row_order is not None
+        bytes_RB = empty_aligned((self.shape[0], self.block.row_bytes(self.shape[1])), np.uint8)
+        np.take(self._raw_tensor.read(), self.row_order, axis=0, out=bytes_RB)
+        return bytes_RB.reshape(-1)
 
     @property
     def _row_count(self) -> int:

@@ -85,6 +85,17 @@ class Checkpoint:
     blocks: Mapping[str, LazyTensor] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights: of `blocks` where there are some, else of the tensors."""
+        pieces = {
+            f"{path}{name}"
+            for path in self.blocks
+            for name in parse_format(self.formats[path]).array_specs((1, 1))
+        }
+        tensors = [tensor for name, tensor in self.tensors.items() if name not in pieces]
+        return sum(tensor.nbytes for tensor in (*tensors, *self.blocks.values()))
+
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     """Contents of a native config.json. formats: of quantized tensors, by path. recipe: the
@@ -213,11 +224,11 @@ def load_params(
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
     placed = placer or ParamPlacer()
-    total = sum(t.nbytes for t in checkpoint.tensors.values())
     files = _identify_files(checkpoint.directory), repr(precision)
     passed = is_known(files)
     in_place = placer is None and native.is_enabled() and jax.default_backend() == "cpu"
     blocks = checkpoint.blocks if in_place else {}
+    total = dataclasses.replace(checkpoint, blocks=blocks).nbytes
     quantized = [
         partial(_read_pieces, checkpoint, path, shape.shape)
         for path, shape in flatten(shapes)

@@ -30,7 +30,7 @@ def info(
     shapes = jax.tree.leaves(param_shapes(build(config)))
     count = sum(leaf.size for leaf in shapes)
     active = sum(round(leaf.size * max_read_fraction(config, leaf.ndim)) for leaf in shapes)
-    size = sum(t.nbytes for t in opened.tensors.values())
+    size = opened.nbytes
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
         "path": str(opened.directory),

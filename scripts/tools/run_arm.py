@@ -121,9 +121,9 @@ def pack_cases(seed: int) -> bytes:
                 (np.dtype(np.float32), str(rng.choice(list(INPUTS))), 2),
             ):  # fmt: skip
                 x = inputs(rng, kind, (rows, columns), dtype)
-                for int8 in (False, True)[: 1 + name.startswith("int")]:
+                for int8 in (False, True)[: 1 + matrix.is_integer]:
                     x_64 = (rounded(x, matrix.group) if int8 else x).astype(np.float64)
-                    exact, size = x_64 @ matrix.numbers.T, np.abs(x_64) @ np.abs(matrix.numbers).T
+                    exact, size = x_64 @ matrix.numbers.T, np.abs(x_64) @ matrix.magnitudes.T
                     bound = 1e-6 * max(1.0, (columns / 2048) ** 0.5) * size + 1e-37 * (columns + 1)
                     bound[(size > 3e38)] = np.inf
                     head = _pack_head(0, f"{name} {outputs} {columns} {kind} {dtype} {rows} {int8}")

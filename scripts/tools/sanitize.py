@@ -26,7 +26,6 @@ THROUGH_XLA = [
 ]
 THROUGH_XLA += [
     "tests/weights/test_block_weight.py",
-    "tests/convert/gguf/test_reader.py::test_k_types_are_unpacked_natively",
 ]
 
 

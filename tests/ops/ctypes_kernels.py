@@ -125,6 +125,19 @@ class Matrix:
     begin: np.ndarray | None = None  # bitmap weights only
     levels: Sequence[np.ndarray] = field(default_factory=list)  # of NF4: scales, levels, ...
     blocks: bool = False  # data holds the scales too, as GGUF's blocks
+    # Magnitudes [O, I] that bound roundings; None: those of numbers. Sums are rounded before an
+    # offset is added to them.
+    sizes: np.ndarray | None = None
+
+    @property
+    def magnitudes(self) -> np.ndarray:
+        """Of numbers, or of their parts."""
+        return np.abs(self.numbers) if self.sizes is None else self.sizes
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether products round inputs to int8 on request."""
+        return self.scale is not None or self.kind >= Kind.Q4_K
 
     @property
     def native(self) -> Any:

@@ -50,13 +50,13 @@ def linear(rng: Rng, isa: str) -> bool:
     matrix = _matrix(rng)
     columns = matrix.numbers.shape[1]
     rows = int(rng.integers(0, 7)) if columns in WIDE else int(rng.choice(ROWS))
-    if matrix.scale is not None and rng.random() < 0.2:
+    if matrix.is_integer and rng.random() < 0.2:
         codes = placed(rng.integers(-127, 128, (rows, columns)).astype(np.int8))
         near = errors(product(isa, matrix, codes), codes.astype(np.float32), matrix)
         return bool(near.max(initial=0) <= 1)
     dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
     x = inputs(rng, str(rng.choice(list(INPUTS))), (rows, columns), dtype)
-    whole = matrix.scale is not None and rng.random() < 0.5
+    whole = matrix.is_integer and rng.random() < 0.5
     wild = rng.random(rows) < 0.1
     if columns:
         x[wild, rng.integers(columns)] = rng.choice([np.nan, np.inf, -np.inf])

@@ -1,6 +1,7 @@
 """Random weights, inputs and caches for the kernels, and their float64 results."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ INTEGERS = [  # bits, columns per scale (0: the whole row), zero points, scale d
     (4, 64, False, "float32"), (4, 128, False, "float32"), (4, 32, True, "float32"),
     (4, 64, True, "float16"), (4, 128, True, "float32"),
 ]  # fmt: skip
+SUPER_KINDS = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 SPARE = 128  # unused values after those of a bitmap
 
 
@@ -63,6 +65,45 @@ def _blocks(bits: int) -> Callable[..., Matrix]:
         assert matrix.scale is not None
         data = placed(join_blocks(matrix.scale, matrix.data).view(np.uint16)).view(np.uint8)
         return dataclasses.replace(matrix, data=data, blocks=True)
+
+    return draw
+
+
+def _super_blocks(kind: Kind) -> Callable[..., Matrix]:
+    """Return a sampler of GGUF's blocks of 256 columns, Q4_K, Q5_K or Q6_K (ggml-common.h)."""
+    bits = {Kind.Q4_K: 4, Kind.Q5_K: 5, Kind.Q6_K: 6}[kind]
+
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        count = _up(columns, 256) // 256
+        q = rng.integers(0, 1 << bits, (rows, count, 256)).astype(np.uint8)
+        d, least = rng.normal(0, 0.01, (2, rows, count, 1)).astype(np.float16)
+        if bits == 6:
+            scale, minimum = rng.integers(-128, 128, (rows, count, 16)), 32
+            half = q.reshape(rows, count, 2, 4, 32)
+            low = half[..., :2, :] & 15 | half[..., 2:, :] << 4
+            high = (half >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, np.uint8)
+            parts = [low, high, scale.astype(np.int8).view(np.uint8), d.view(np.uint8)]
+            least_GG = np.zeros((rows, count, 1))
+        else:
+            (scale, least_GG), minimum = rng.integers(0, 64, (2, rows, count, 8)), 0
+            pair = q.reshape(rows, count, 4, 2, 32)
+            low = pair[..., 0, :] & 15 | pair[..., 1, :] << 4
+            runs = q.reshape(rows, count, 8, 32)
+            fifth = (runs >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(2, np.uint8)
+            six = [scale[..., :4] | scale[..., 4:] >> 4 << 6]
+            six += [least_GG[..., :4] | least_GG[..., 4:] >> 4 << 6]
+            six += [scale[..., 4:] & 15 | (least_GG[..., 4:] & 15) << 4]
+            halves = [x.view(np.uint8) for x in (d, least)]
+            parts = [*halves, *(x.astype(np.uint8) for x in six), *[fifth][: bits - 4], low]
+        size = 256 // scale.shape[2]
+        steps = np.repeat(d.astype(np.float64) * scale, size, axis=2) * (q.astype(int) - minimum)
+        offset = np.repeat(least.astype(np.float64) * least_GG, 256 // least_GG.shape[2], axis=2)
+        numbers = (steps - offset).astype(np.float32).astype(np.float64)
+        data = np.concatenate([x.reshape(rows, count, math.prod(x.shape[2:])) for x in parts], 2)
+        sizes = np.abs(steps) + np.abs(offset)
+        numbers, sizes = (x.reshape(rows, 256 * count)[:, :columns] for x in (numbers, sizes))
+        data = placed(data.reshape(rows, count * data.shape[2]))
+        return Matrix(kind, numbers, data, 32, sizes=sizes)
 
     return draw
 
@@ -176,6 +217,7 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
     },
     "int8-blocks": _blocks(8),
     "int4-blocks": _blocks(4),
+    **{kind.name.lower(): _super_blocks(kind) for kind in SUPER_KINDS},
     "bf16-packed": _packed,
     "nf4": _nf4(True),
     "nf4-f32": _nf4(False),
@@ -245,7 +287,7 @@ def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
     infinite if a result that should be finite is not.
     """
     x = x.astype(np.float64)
-    exact, size = x @ matrix.numbers.T, np.abs(x) @ np.abs(matrix.numbers).T
+    exact, size = x @ matrix.numbers.T, np.abs(x) @ matrix.magnitudes.T
     columns = x.shape[1]
     share = 1e-6 * max(1.0, (columns / 2048) ** 0.5)
     with np.errstate(invalid="ignore"):

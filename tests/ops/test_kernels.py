@@ -22,6 +22,7 @@ SHAPES = [(1, 1), (7, 100), (33, 200), (18, 1300)]
 ROWS = (1, 2, 3, 5, 8, 9, 16, 40)
 TYPES = [np.dtype(np.float32), bfloat16]
 INTEGERS = [name for name in FORMATS if name.startswith("int")]
+SUPER = ["q4_k", "q5_k", "q6_k"]
 SPARSE = [name for name in FORMATS if name.endswith(("2:4", "bitmap"))]
 
 
@@ -64,7 +65,7 @@ def test_product_is_exact_for_any_input_range(isa: str, kind: str) -> None:
                 assert y[:1].tobytes() == single_row.tobytes(), (name, dtype, rows)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64", "bfloat16-bitmap"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4-g64", "q5_k", "bfloat16-bitmap"])
 def test_rows_beyond_the_cache_have_the_same_bits(isa: str, name: str) -> None:
     """Where a kernel multiplies many rows in parts, of 64 as floats and 128 as bfloat16, products
     are exact, and each row has the bits that it has alone.
@@ -145,7 +146,7 @@ def test_input_rounding_equals_round_to_int8(isa: str, name: str) -> None:
         assert (y == rounded(x, matrix.group)).all(), (kind, dtype)
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", INTEGERS + SUPER)
 def test_rounded_input_product_is_exact_to_float32(isa: str, name: str) -> None:
     """With inputs rounded to int8, outputs are within float32 rounding, and row 0 has the same bits
     in every batch size.
@@ -177,14 +178,14 @@ def test_product_handles_empty_and_very_wide_shapes(isa: str, name: str) -> None
             x = inputs(rng, "normal", (rows, columns), dtype)
             y = product(isa, matrix, x)
             assert errors(y, x, matrix).max(initial=0) <= 1, (outputs, columns, rows, dtype)
-            if name in INTEGERS:
+            if matrix.is_integer:
                 y = product(isa, matrix, x, rounded=True)
                 assert errors(y, rounded(x, matrix.group), matrix).max(initial=0) <= 1, (
                     outputs,
                     columns,
                     rows,
                 )
-        if name in INTEGERS:
+        if matrix.is_integer:
             codes = placed(rng.integers(-127, 128, (rows, columns)).astype(np.int8))
             y = product(isa, matrix, codes)
             assert errors(y, codes, matrix).max(initial=0) <= 1, (outputs, columns, rows)
@@ -247,14 +248,13 @@ def test_sparse_int8_rounded_product_equals_dense(isa: str, name: str) -> None:
         assert ours.tobytes() == same.tobytes(), (dtype, rows)
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", INTEGERS + SUPER)
 def test_int8_input_product_sums_are_exact(isa: str, name: str) -> None:
     """Integer sums are exact and scaled once: bit for bit if a row has one scale, per group
     otherwise.
     """
     rng = np.random.default_rng(13)
     matrix = FORMATS[name](rng, 33, 1300)
-    assert matrix.scale is not None
     x = placed(rng.integers(-128, 128, (40, 1300)).astype(np.int8))
     x[1:3] = [[127], [-127]]  # the largest products, with weights of -128
     near = np.maximum(x, -127).astype(np.float32)
@@ -263,7 +263,7 @@ def test_int8_input_product_sums_are_exact(isa: str, name: str) -> None:
         y = product(isa, matrix, x[:rows])
         assert y[:1].tobytes() == single_row.tobytes()
         assert errors(y, near[:rows], matrix).max() <= 1
-    if matrix.scale.shape[1] == 1:
+    if matrix.scale is not None and matrix.scale.shape[1] == 1:
         scale = matrix.scale.astype(np.float32).reshape(1, -1)
         whole = np.round(near.astype(np.float64) @ (matrix.numbers / scale.T).T)
         assert (y == whole.astype(np.float32) * scale).all()

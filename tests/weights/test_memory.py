@@ -238,7 +238,7 @@ def test_product_of_many_rows_dequantizes_weight_in_blocks(
         data, scale = np.asarray(weight.data), np.asarray(weight.scale)
         weight = BlockWeight(
             jnp.asarray(pack_blocks(weight.int_format, data, scale, columns).reshape(-1)),
-            4,
+            "Q4_0",
             columns,
         )
     x = rng.normal(0, 1, (rows, columns)).astype(np.float32)

@@ -65,6 +65,9 @@ class Kind(IntEnum):
     BITMAP_F32 = 10
     BITMAP_BF16 = 11
     BITMAP_INT8 = 12
+    Q4_K = 13
+    Q5_K = 14
+    Q6_K = 15
 
 
 PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)
@@ -353,26 +356,6 @@ def dequantize(
     }
     dense: jax.Array = call(jnp.int32(first), *weight.arrays, **attributes)
     return dense
-
-
-def unpack(bits: int, blocks: np.ndarray, **arrays: np.ndarray) -> None:
-    """Unpack GGUF's blocks of 256 columns into arrays of a weight.
-
-    Args:
-        bits: of a code: 4, 5 or 6.
-        blocks: uint8, contiguous.
-        arrays: any of `codes`, `first` (scales) and `second` (offsets, or the scales of the last 16
-            of 32 columns): contiguous, in the weight's layout.
-    """
-    loaded = load_kernels()
-    assert loaded is not None and blocks.flags.c_contiguous
-    assert all(array.flags.c_contiguous for array in arrays.values())
-    places = [
-        ctypes.c_void_p(arrays[name].ctypes.data if name in arrays else None)
-        for name in ("codes", "first", "second")
-    ]
-    source, size = ctypes.c_void_p(blocks.ctypes.data), {4: 144, 5: 176, 6: 210}[bits]
-    loaded.jaxllm_unpack(bits, source, ctypes.c_int64(blocks.size // size), *places)
 
 
 def take(table_VD: jax.Array, index_N: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Integers in GGUF's blocks (Q4_0, Q8_0), which native kernels read in place from a mapped file.
+"""Integers in GGUF's blocks, which native kernels read in place from a mapped file.
 
-A block holds 32 columns: a float16 scale, and then codes as `IntWeight` stores them. The format is
-therefore that of an `IntWeight`, which is used for all but products and embeddings.
+A block of Q4_0 and Q8_0 holds 32 columns: a float16 scale, and then codes as `IntWeight` stores
+them. A block of Q4_K, Q5_K and Q6_K holds 256 (`super_blocks`). Each type's numbers are also those
+of an `IntWeight`, whose format it has and which is used for all but products and embeddings.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,39 @@ from flax import struct
 
 from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.types.arrays import add_dependency
+from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import Format, WeightBase, check_finite, nan_out_of_range
-from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+from jaxllm.weights.types.bitpack import CHUNK, pack_codes
+from jaxllm.weights.types.int_weight import MAX_F32_ROWS, OFFSET, IntFormat, IntWeight
+from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-GROUP = 32  # columns of a block
+GROUP = 32  # columns of a block of Q4_0 or Q8_0; of any type, whose rounded inputs share a scale
 MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
 
 
+class BlockType(NamedTuple):
+    """A type of blocks: its kernels, columns and bytes of a block, and the format of its values."""
+
+    kind: native.Kind
+    columns: int
+    nbytes: int
+    format: IntFormat
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.columns * self.nbytes
+
+
+BLOCK_TYPES = {  # their formats differ: `map_blocks` finds a type by it
+    "Q4_0": BlockType(native.Kind.INT4, GROUP, 18, IntFormat(4, GROUP, scale_dtype="float16")),
+    "Q8_0": BlockType(native.Kind.INT8, GROUP, 34, IntFormat(8, GROUP, scale_dtype="float16")),
+    "Q4_K": BlockType(native.Kind.Q4_K, 256, 144, IntFormat(4, GROUP, True, variant=OFFSET)),
+    "Q5_K": BlockType(native.Kind.Q5_K, 256, 176, IntFormat(8, GROUP, variant=OFFSET)),
+    "Q6_K": BlockType(native.Kind.Q6_K, 256, 210, IntFormat(8, GROUP // 2)),
+}
+
+
 class BlockWeight(WeightBase, struct.PyTreeNode):
-    """A matrix `[O, I]` of symmetric integers with 4 or 8 bits; I is in whole chunks of 128.
+    """A matrix `[O, I]` of integers; I is in whole chunks of 128, and in whole blocks.
 
     Its bytes may begin before the first row, so that they begin where XLA can use them in place.
     """
@@ -33,12 +56,12 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     supports_int8_inputs = True
 
     data: jax.Array  # uint8: less than a row of other bytes, then all rows
-    bits: int = struct.field(pytree_node=False)
+    type: str = struct.field(pytree_node=False)  # of `BLOCK_TYPES`
     columns: int = struct.field(pytree_node=False)  # I
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self.bits, self.columns)
+        return BLOCK_TYPES[self.type].row_bytes(self.columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +70,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     @property
     def int_format(self) -> IntFormat:
         """The format of its values."""
-        return IntFormat(self.bits, GROUP, scale_dtype="float16")
+        return BLOCK_TYPES[self.type].format
 
     @property
     def format(self) -> str:
@@ -57,7 +80,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     def to_int_weight(self) -> IntWeight:
         """Return the same weight with separate codes and scales, bit for bit."""
         begin = self.data.shape[0] % self.row_bytes
-        return _split_blocks(self.data[begin:].reshape(self.shape[0], -1), self.bits)
+        return _split_blocks(self.data[begin:].reshape(self.shape[0], -1), self.type)
 
     def to_dense(self, dtype: Any = None) -> jax.Array:
         return self.to_int_weight().to_dense(dtype)
@@ -66,18 +89,23 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         rows, size = self.shape[0], self.row_bytes
         begin = self.data.shape[0] % size + index.reshape(-1).clip(0, max(rows - 1, 0)) * size
         bytes_NB = self.data.at[begin[:, None] + jnp.arange(size)[None]].get(mode="clip")
-        return nan_out_of_range(_split_blocks(bytes_NB, self.bits).to_dense(), index, rows)
+        return nan_out_of_range(_split_blocks(bytes_NB, self.type).to_dense(), index, rows)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return add_dependency(x_RI, self).to_int_weight().matmul(x_RI)
+        weight = add_dependency(x_RI, self).to_int_weight()
+        if not weight.is_composite:
+            return weight.matmul(x_RI)
+        if x_RI.dtype == jnp.int8:
+            x_RI = jnp.maximum(x_RI, -127)  # as in the kernels
+        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
+        return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
     def for_accelerator(self) -> IntWeight:
         """Return it as integers: a GPU has no use for a mapped file."""
         return self.to_int_weight().for_accelerator()
 
     def native_matrix(self) -> native.Matrix:
-        kind = native.Kind.INT4 if self.bits == 4 else native.Kind.INT8
-        return native.Matrix(kind, [self.data], GROUP, self.shape[0])
+        return native.Matrix(BLOCK_TYPES[self.type].kind, [self.data], GROUP, self.shape[0])
 
     def arrays(self) -> dict[str, jax.Array]:
         return self.to_int_weight().arrays()
@@ -96,7 +124,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
 def map_blocks(
     path: str, format: Format, shape: tuple[int, ...], tensor: LazyTensor, *, passed: bool
 ) -> BlockWeight:
-    """Return the weight at `path` over its bytes in a mapped file.
+    """Return the weight at `path` over its bytes, which usually lie in a mapped file.
 
     Args:
         passed: whether its scales are known to be finite.
@@ -104,33 +132,42 @@ def map_blocks(
     Raises:
         CheckpointError: if one is not.
     """
-    assert isinstance(format, IntFormat)
-    weight = BlockWeight(jax.device_put(tensor.read(), may_alias=True), format.bits, shape[1])
-    assert weight.format == format.name and weight.shape == shape
+    (type,) = (name for name, block in BLOCK_TYPES.items() if block.format == format)
+    raw = tensor.read()
+    weight = BlockWeight(jax.device_put(raw, may_alias=True), type, shape[1])
+    assert weight.shape == shape
     if not passed:
-        size = row_bytes(format.bits, GROUP)
-        blocks = tensor.read()[tensor.shape[0] % weight.row_bytes :].reshape(-1, size)
-        check_finite(path, {".scale": blocks[:, :2].view(np.float16)}, ".scale")
+        blocks = raw[raw.size % weight.row_bytes :].reshape(-1, BLOCK_TYPES[type].nbytes)
+        halves = SUPER_BLOCKS[type].halves if type in SUPER_BLOCKS else slice(2)
+        check_finite(path, {".scale": blocks[:, halves].view(np.float16)}, ".scale")
     return weight
 
 
-def row_bytes(bits: int, columns: int) -> int:
-    """Return the bytes of a row of blocks."""
-    return columns // GROUP * (2 + GROUP * bits // 8)
-
-
-def fits_in_place(bits: int, shape: tuple[int, ...]) -> bool:
-    """Return whether the blocks of a tensor of this shape can be a `BlockWeight`."""
-    if len(shape) != 2 or not shape[1] or shape[1] % CHUNK:
+def fits_in_place(type: str, shape: tuple[int, ...]) -> bool:
+    """Return whether the blocks of a tensor of this type and shape can be a `BlockWeight`."""
+    block = BLOCK_TYPES.get(type)
+    if block is None or len(shape) != 2 or not shape[1] or shape[1] % max(CHUNK, block.columns):
         return False
-    return (shape[0] + 1) * row_bytes(bits, shape[1]) <= MAX_BYTES
+    return (shape[0] + 1) * block.row_bytes(shape[1]) <= MAX_BYTES
 
 
-def _split_blocks(bytes_OB: jax.Array, bits: int) -> IntWeight:
+def _split_blocks(bytes_OB: jax.Array, type: str) -> IntWeight:
     """Return the weight of rows of blocks."""
-    size = 2 + GROUP * bits // 8
-    blocks_OGb = bytes_OB.reshape(bytes_OB.shape[0], bytes_OB.shape[1] // size, size)
-    scale_OG = jax.lax.bitcast_convert_type(blocks_OGb[..., :2], jnp.float16)
-    data = blocks_OGb[..., 2:].reshape(bytes_OB.shape[0], -1)
-    data = jax.lax.bitcast_convert_type(data, jnp.int8) if bits == 8 else data
-    return IntWeight(data, scale_OG, None, bits, GROUP, blocks_OGb.shape[1] * GROUP)
+    rows, block = bytes_OB.shape[0], BLOCK_TYPES[type]
+    bits, columns = block.format.bits, bytes_OB.shape[1] // block.nbytes * block.columns
+    if type not in SUPER_BLOCKS:
+        blocks_OGb = bytes_OB.reshape(rows, -1, block.nbytes)
+        scale_OG = jax.lax.bitcast_convert_type(blocks_OGb[..., :2], jnp.float16)
+        data = blocks_OGb[..., 2:].reshape(rows, -1)
+        data = jax.lax.bitcast_convert_type(data, jnp.int8) if bits == 8 else data
+        return IntWeight(data, scale_OG, None, bits, GROUP, columns)
+    read, blocks = SUPER_BLOCKS[type], bytes_OB.reshape(-1, block.nbytes)
+    codes_OI = read.read_codes(blocks).reshape(rows, columns)
+    scale_OG = read.read_scales(blocks).reshape(rows, -1)
+    if read.read_offsets is None:  # 16 columns have a scale
+        first, second = scale_OG[:, 0::2], scale_OG[:, 1::2]
+        return IntWeight(codes_OI, first, None, bits, GROUP, columns, second_scale=second)
+    offset_OG = read.read_offsets(blocks).reshape(rows, -1)
+    zero = jnp.zeros(scale_OG.shape, jnp.uint8) if bits == 4 else None
+    data = pack_codes(codes_OI, 4) if bits == 4 else codes_OI.view(jnp.int8)
+    return IntWeight(data, scale_OG, zero, bits, GROUP, columns, offset=offset_OG)

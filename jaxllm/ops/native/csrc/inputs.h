@@ -6,13 +6,14 @@
 #include "levels.h"
 #include "rounded.h"
 #include "sparse.h"
+#include "super_rounded.h"
 
 namespace jaxllm {
 namespace {
 
 // Whether the instruction set multiplies them as bfloat16 pairs.
 inline bool halves(const Weight& w, const Input& in) {
-  return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16 && w.kind != Kind::kNF4;
+  return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16 && w.kind != Kind::kNF4 && !super(w);
 }
 
 // Whether they stay bfloat16; otherwise they become floats.
@@ -47,6 +48,7 @@ inline const Order* order_of(const Weight& w, bool pairs) {
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {
   if (by_digits(w, in)) return in.rows * (exact_bytes(in) + rest_bytes(in));
+  if (super(w) && in.rounded) return in.rows * supers_of(in) * sizeof(SuperDigits);
   return in.rows * (rounded(w, in) ? chunks_of(in) * digits_bytes(w) : stride_of(in) * (pairs(w, in) ? 2 : 4));
 }
 
@@ -61,7 +63,8 @@ void put_in_order(const Order* order, const T* from, int64_t count, T* to) {
 }
 
 inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
-  const int64_t columns = in.columns, count = chunks_of(in), whole = 128 * count, stride = stride_of(in);
+  const int64_t columns = in.columns, count = chunks_of(in), stride = stride_of(in);
+  const int64_t whole = super(w) ? up(columns, kSuper) : 128 * count;
   const Order* order = order_of(w, pairs(w, in) && !by_digits(w, in));
   float* x = reinterpret_cast<float*>(space<Order>(2 * 4 * whole));
   for (int64_t r = begin; r < end; r++) {
@@ -78,7 +81,15 @@ inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end
       prepare_exact(w, in, r, turned, prepared);
       continue;
     }
+    if (super(w) && in.rounded) {
+      SuperDigits* to = static_cast<SuperDigits*>(prepared) + r * supers_of(in);
+      for (int64_t c = 0; c < whole; c += kSuper)
+        w.kind == Kind::kQ6K ? write_super<Kind::kQ6K>(x + c, in.codes, *to++)
+                             : write_super<Kind::kQ4K>(x + c, in.codes, *to++);
+      continue;
+    }
     if (!rounded(w, in)) {
+      if (super(w)) memset(static_cast<float*>(prepared) + r * stride, 0, 4 * whole);
       put_in_order(order, x, columns, static_cast<float*>(prepared) + r * stride);
       continue;
     }

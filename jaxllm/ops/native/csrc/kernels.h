@@ -19,7 +19,10 @@ enum class Kind : int32_t {
   kSparse24Int8,
   kBitmapF32,
   kBitmapBF16,
-  kBitmapInt8
+  kBitmapInt8,
+  kQ4K,
+  kQ5K,
+  kQ6K
 };
 
 // Padding after a bitmap's numbers, since a register may read past their end.
@@ -38,6 +41,7 @@ struct Weight {
   const void* scale;
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
   // Integers in GGUF's blocks (Q4_0, Q8_0): before each 32 of `data` is their float16 scale. `scale` is then null.
+  // Blocks of 256 columns (Q4_K, Q5_K, Q6_K) are kinds of their own, with `data` alone; rows are padded to whole ones.
   bool blocks;
   // NF4: the 16 levels of the codes, and a scale for each 64 columns; rows are padded to whole ones. If `levels8` is
   // not null, scales are uint8 codes of its 256 levels: the i-th of the matrix is levels8[code] * factor[i / 256] +

@@ -34,7 +34,7 @@ inline float element(Kind kind, const void* data, int64_t i) {
   }
 }
 
-inline bool sparse(const Weight& w) { return w.kind >= Kind::kSparse24F32; }
+inline bool sparse(const Weight& w) { return w.kind >= Kind::kSparse24F32 && w.kind <= Kind::kBitmapInt8; }
 
 // The type of a sparse kind's numbers; other kinds unchanged.
 inline Kind dense_of(Kind kind) {
@@ -55,6 +55,10 @@ inline bool integers(const Weight& w) { return dense_of(w.kind) == Kind::kInt8 |
 
 // Bytes of a block: a scale and 32 integers.
 constexpr int block_bytes(int bits) { return 2 + 4 * bits; }
+
+// Blocks of 256 columns.
+inline bool super(const Weight& w) { return w.kind >= Kind::kQ4K; }
+constexpr int super_bytes(Kind kind) { return kind == Kind::kQ4K ? 144 : (kind == Kind::kQ5K ? 176 : 210); }
 
 inline float scale_at(const Weight& w, int64_t i) {
   if (w.levels8)  // rounded once, as a sum near zero would keep few bits of a rounded product

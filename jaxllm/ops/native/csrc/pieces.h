@@ -109,14 +109,20 @@ inline ffi::ErrorOr<Weight> sparse_of(Weight w, const std::vector<ffi::AnyBuffer
 // Integers in GGUF's blocks (kernels.h): bytes [rows * bytes of a row], preceded by less than a row of others. So the
 // bytes of a file may begin where XLA needs them to, before the weight does.
 inline ffi::ErrorOr<Weight> blocks_of(Weight w, const ffi::AnyBuffer& bytes, int64_t group) {
-  w.stride = whole(w.columns, 128) / 32 * (w.kind == Kind::kInt4 ? 18 : 34);
+  switch (w.kind) {
+    case Kind::kInt4: w.stride = whole(w.columns, 128) / 32 * 18; break;
+    case Kind::kInt8: w.stride = whole(w.columns, 128) / 32 * 34; break;
+    case Kind::kQ4K: w.stride = whole(w.columns, 256) / 256 * 144; break;
+    case Kind::kQ5K: w.stride = whole(w.columns, 256) / 256 * 176; break;
+    default: w.stride = whole(w.columns, 256) / 256 * 210;
+  }
   if (group != 32 || w.columns <= 0 || !is(bytes, Type::U8, {kAny}))
     return ffi::Unexpected(wrong("blocks are bytes, for groups of 32 columns"));
   w.rows = bytes.dimensions()[0] / w.stride;
   w.data = data_of<uint8_t>(bytes) + bytes.dimensions()[0] % w.stride;
   w.group = 32;
   w.groups = whole(w.columns, 128) / 32;
-  w.blocks = true;
+  w.blocks = w.kind <= Kind::kInt4;
   return w;
 }
 
@@ -127,7 +133,7 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
   w.kind = static_cast<Kind>(kind);
   w.columns = columns;
   const bool ints = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
-  if (ints && piece.size() == 1) return blocks_of(w, piece[0], group);
+  if ((ints || w.kind >= Kind::kQ4K) && piece.size() == 1) return blocks_of(w, piece[0], group);
   if (piece.empty() || piece[0].dimensions().size() != 2 || columns < 0)
     return ffi::Unexpected(wrong("a weight is a matrix"));
   w.rows = piece[0].dimensions()[0];
@@ -203,6 +209,7 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
     case Kind::kBitmapF32:
     case Kind::kBitmapBF16:
     case Kind::kBitmapInt8: return sparse_of(w, piece);
+    default: break;
   }
   return ffi::Unexpected(wrong("no weight is of kind " + std::to_string(kind)));
 }

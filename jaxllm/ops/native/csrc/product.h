@@ -118,6 +118,7 @@ template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_columns(Floats (&sum)[O][R], Row (&row)[O], int64_t begin, int64_t end, const X<S>* x,
                                int64_t x_stride, bool fetch) {
   for (int64_t c = begin; c < end; c += S::kChunk) {
+    if (c % S::kChunk) __builtin_unreachable();
     JAXLLM_UNROLL
     for (int i = 0; i < O; i++)
       if (fetch) row[i].fetch(c);
@@ -188,7 +189,7 @@ struct DecodedRows {
   static constexpr int kSize = sizeof(X<S>), kRows = kBlockRows, kColumns = 2048 / kSize;
   static constexpr int kTile = kSmall ? 3 : 6;  // rows, with four of the input
   static constexpr int kUnit = kParts ? S::kUnit : columns_of<Value>(), kChunk = S::kUnit;
-  static constexpr int kPass = 128;  // columns; a multiple of any chunk
+  static constexpr int kPass = S::kChunk > 128 ? S::kChunk : 128;  // columns
   static constexpr Scales kScales = S::kScales;
   struct Row {
     const uint8_t* at;
@@ -209,6 +210,7 @@ struct DecodedRows {
   static void decode(typename S::Row& row, int64_t begin, int64_t end, uint8_t* to, Floats* scales) {
     alignas(64) uint8_t place[S::kTail ? S::kChunk * 4 : 1];
     for (int64_t c = begin; c < end; c += S::kChunk) {
+      if (c % S::kChunk) __builtin_unreachable();
       if constexpr (S::kTail) {
         if (c + S::kChunk > end) {
           memset(place, 0, sizeof place);

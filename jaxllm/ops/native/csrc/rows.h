@@ -2,6 +2,7 @@
 #pragma once
 
 #include "packed.h"
+#include "super_blocks.h"
 
 namespace jaxllm {
 namespace {
@@ -21,6 +22,14 @@ inline void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, fl
       memcpy(plain, some, sizeof plain);
       to_floats(Kind::kBF16, plain, 0, from + count - c < 64 ? from + count - c : 64, out + (c - from));
     }
+    return;
+  }
+  if (super(w)) {
+    float part[kPart];
+    w.kind == Kind::kQ4K   ? super_part<Kind::kQ4K>(w, o, from, part)
+    : w.kind == Kind::kQ5K ? super_part<Kind::kQ5K>(w, o, from, part)
+                           : super_part<Kind::kQ6K>(w, o, from, part);
+    if (count) memcpy(out, part, 4 * count);
     return;
   }
   if (!integers(w) && w.kind != Kind::kNF4) return to_floats(w.kind, row, from, count, out);

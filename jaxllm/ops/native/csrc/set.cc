@@ -27,6 +27,9 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
     case Kind::kBF16: return either(multiply_floats<Kind::kBF16, kPairs>, multiply_floats<Kind::kBF16, false>);
     case Kind::kPacked: return either(multiply_packed<kPairs>, multiply_packed<false>);
     case Kind::kNF4: return multiply_levels(w, in, x, begin, end, y);
+    case Kind::kQ4K: return multiply_super<Kind::kQ4K>(w, in, x, begin, end, y);
+    case Kind::kQ5K: return multiply_super<Kind::kQ5K>(w, in, x, begin, end, y);
+    case Kind::kQ6K: return multiply_super<Kind::kQ6K>(w, in, x, begin, end, y);
     default:
       if (in.rounded) return multiply_rounded(w, in, x, begin, end, y);
       return either(multiply_exact<kPairs>, multiply_exact<false>);

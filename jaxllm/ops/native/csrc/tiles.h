@@ -49,15 +49,23 @@ JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, const TileRows
 }
 
 // Calls tile(Int<O>, Int<R>, rows, r) over rows begin <= o < end and all rows: `Most` by four, `Few` by two or three,
-// `One` by one. The last rows are computed in overlapping tiles: an output's bits are the same in any tile.
-template <int One, int Few, int Most, class Tile>
+// `One` by one; if `Eight` is not 0, more than four rows by up to eight, `Eight` weight rows at once. The last rows are
+// computed in overlapping tiles: an output's bits are the same in any tile.
+template <int One, int Few, int Most, int Eight = 0, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
-    constexpr int O = R == 1 ? One : (R < 4 ? Few : Most);
+    constexpr int O = R == 1 ? One : (R < 4 ? Few : (R > 4 ? Eight : Most));
     const int64_t step = (end - begin) / O;
     for (int64_t i = 0; i < step; i++) tile(Int<O>(), R, TileRows{begin + i, step, end - 1}, r);
     if (begin + O * step < end) tile(Int<O>(), R, TileRows{begin + O * step, 1, end - 1}, r);
   };
+  if constexpr (Eight > 0) {
+    for (int64_t r = 0; r < rows && rows >= 8; r += 8) down(Int<8>(), r + 8 <= rows ? r : rows - 8);
+    if (rows == 7) down(Int<7>(), 0);
+    if (rows == 6) down(Int<6>(), 0);
+    if (rows == 5) down(Int<5>(), 0);
+    if (rows > 4) return;
+  }
   for (int64_t r = 0; r < rows && rows >= 4; r += 4) down(Int<4>(), r + 4 <= rows ? r : rows - 4);
   if (rows == 3) down(Int<3>(), 0);
   if (rows == 2) down(Int<2>(), 0);

@@ -16,6 +16,8 @@
 //      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
 //                             127), those of four neighbors added to their lane;
 //      add_nibbles(sum, w, w2, x, x2) the same for w and w2 from 0 to 15, both pairs;
+//      add_codes(sum, w, x)   the same for w from 0 to 63, without offset;
+//      sums_of_sixteens(v[4]) lane 4 l + k is the sum of the four lanes from 4 l on of v[k];
 //      kDigitRows             up to how many bfloat16 rows multiply four bits by digits (digits.h); 0: none. Without
 //                             offset, digit_products(codes, digit) is the sum of codes times their digits, weighted;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
@@ -44,6 +46,7 @@
 //                             order where a bit is set, else 0.
 //    and JAXLLM_SPREADS_HALVES if most of its processors can for 16 bits: then all of them add sparse bfloat16 in the
 //    order of halves.
+//    If it selects floats by four bits of each lane, JAXLLM_SCALES_NIBBLES and scaled_nibbles: 64 columns of Q4_K.
 //    If it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   a b of two neighbors added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; alternating 16-bit numbers.

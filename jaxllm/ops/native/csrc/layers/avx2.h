@@ -49,12 +49,16 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
   add_bytes(sum, w, x);
   add_bytes(sum, w2, x2);
 }
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 #else
 constexpr int kOffset = 0;
 constexpr int kDigitRows = 1;
 JAXLLM_INLINE void add_shorts(Ints& sum, __m256i pairs) { sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
   add_shorts(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(__m256i(w)), _mm256_sign_epi8(__m256i(x), __m256i(w))));
+}
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) {  // fits 16 bits: 2 * 63 * 127
+  add_shorts(sum, _mm256_maddubs_epi16(__m256i(w), __m256i(x)));
 }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
   add_shorts(sum, _mm256_add_epi16(_mm256_maddubs_epi16(__m256i(w), __m256i(x)),
@@ -72,6 +76,11 @@ JAXLLM_INLINE Ints digit_products(Bytes codes, const int8_t (&digit)[3][2][32]) 
   return sum;
 }
 #endif
+
+JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+  return Ints(_mm256_hadd_epi32(_mm256_hadd_epi32(__m256i(v[0]), __m256i(v[1])),
+                                _mm256_hadd_epi32(__m256i(v[2]), __m256i(v[3]))));
+}
 
 JAXLLM_INLINE __m256i twice(const uint8_t (&table)[16]) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

@@ -86,10 +86,14 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
   add_bytes(sum, w, x);
   add_bytes(sum, w2, x2);
 }
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 #else
 constexpr int kOffset = 0;
 constexpr int kDigitRows = 0;
 JAXLLM_INLINE void add_shorts(Ints& sum, __m512i pairs) { sum += Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) {  // fits 16 bits: 2 * 63 * 127
+  add_shorts(sum, _mm512_maddubs_epi16(__m512i(w), __m512i(x)));
+}
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
   add_shorts(sum, _mm512_add_epi16(_mm512_maddubs_epi16(__m512i(w), __m512i(x)),
                                    _mm512_maddubs_epi16(__m512i(w2), __m512i(x2))));
@@ -100,6 +104,14 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with
   add_shorts(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(__m512i(w)), turned));
 }
 #endif
+
+JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+  const auto add = [](auto a, auto b) { return _mm512_add_epi32(a, b); };
+  const __m512i a = __m512i(v[0]), b = __m512i(v[1]), c = __m512i(v[2]), d = __m512i(v[3]);
+  const __m512i ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return Ints(add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd)));
+}
 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[4]) {
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[0])), __m128i(part[1]), 1);
@@ -245,6 +257,20 @@ struct Levels {
   explicit Levels(const float* p) : level(_mm512_loadu_ps(p)) {}
   JAXLLM_INLINE Floats at(Bits index) const { return _mm512_permutexvar_ps(__m512i(index), level); }
 };
+
+// 64 columns of Q4_K (super_blocks.h), scaled by tables of the 16 codes' values.
+#define JAXLLM_SCALES_NIBBLES
+JAXLLM_INLINE void scaled_nibbles(const uint8_t* p, const float* scale, const float* offset, Floats (&out)[4]) {
+  const __m512 code = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512 low = fma(code, _mm512_set1_ps(scale[0]), _mm512_set1_ps(offset[0]));
+  const __m512 high = fma(code, _mm512_set1_ps(scale[2]), _mm512_set1_ps(offset[2]));
+  JAXLLM_UNROLL
+  for (int n = 0; n < 2; n++) {  // bits above the fourth are ignored
+    const __m512i byte = _mm512_cvtepu8_epi32(load<__m128i>(p + n * 16));
+    out[n] = _mm512_permutexvar_ps(byte, low);
+    out[2 + n] = _mm512_permutexvar_ps(_mm512_srli_epi32(byte, 4), high);
+  }
+}
 
 struct Spread {
   static constexpr bool kHalves = true;

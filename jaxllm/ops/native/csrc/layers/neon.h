@@ -64,6 +64,11 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
   add_bytes(sum, w, x);
   add_bytes(sum, w2, x2);
 }
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+
+JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+  return Ints(vpaddq_s32(vpaddq_s32(int32x4_t(v[0]), int32x4_t(v[1])), vpaddq_s32(int32x4_t(v[2]), int32x4_t(v[3]))));
+}
 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
 JAXLLM_INLINE Bytes eights(const void* p) {

@@ -55,6 +55,13 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
   add_bytes(sum, w, x);
   add_bytes(sum, w2, x2);
 }
+JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+
+JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+  const Ints a = __builtin_shufflevector(v[0], v[1], 0, 4, 2, 6) + __builtin_shufflevector(v[0], v[1], 1, 5, 3, 7);
+  const Ints b = __builtin_shufflevector(v[2], v[3], 0, 4, 2, 6) + __builtin_shufflevector(v[2], v[3], 1, 5, 3, 7);
+  return __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
+}
 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
 JAXLLM_INLINE Bytes eights(const void* p) { return Bytes(Longs{load<uint64_t>(p), 0}); }
