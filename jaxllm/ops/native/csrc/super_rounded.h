@@ -83,7 +83,7 @@ void multiply_super(const Weight& w, const Input& in, const uint8_t* x, int64_t 
       return tiles<4, kMost, kMost, kMost>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
         super_tile<K, O, R>(w, reinterpret_cast<const SuperDigits*>(x), supers_of(in), o, r, y);
       });
-    tiles<4, kSmall ? 3 : 4, kSmall ? 2 : 4, kSmall ? 1 : 4>(
+    tiles<4, kSmall ? 3 : 4, kSmall ? 2 : 4, kSmall ? 1 : 2>(
         begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
           tile<SuperSource<K>, O, R>(source, w, reinterpret_cast<const float*>(x), stride_of(in), o, r, y);
         });
