@@ -104,7 +104,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
 
 
 def _warn_larger(path: Path, infos: Iterable[TensorInfo]) -> None:
-    """Warn, in one line, of tensors whose types take more memory than in the file."""
+    """Warn if tensors take more memory than in the file."""
     sizes = {row.name: row.bytes_per_weight for row in MORE_TYPES}
     found = [info for info in infos if info.block.name in sizes]
     if found:

@@ -4,7 +4,7 @@ For every quantized type there is a leaf that represents its numbers exactly and
 products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
 Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
 Q6_K has a scale per 16 columns (`int8-g16`), and so have, per 16 or 32, the types of `more_types`
-except Q2_K, whose offsets per 16 columns no leaf holds: it becomes float32. On a CPU, the kernels
+except Q2_K, which becomes float32: no leaf has offsets per 16 columns. On a CPU, the kernels
 instead read the blocks of most types (`to_blocks`).
 """
 
@@ -71,8 +71,6 @@ def _with_offset(integer: IntFormat) -> IntFormat:
 
 
 _FOUR_UP = IntFormat(4, BLOCK_SIZE, zero_point=True)  # codes from 0; the offset does the rest
-
-
 LEAVES: Mapping[str, LeafRecipe] = {
     "Q8_0": LeafRecipe(_EIGHT),
     "Q4_0": LeafRecipe(_FOUR, lambda blocks: blocks[:, 2:], 0x88),

@@ -361,7 +361,7 @@ def run_blocks(
     """Run the layers; return what each computes, and the output of the last.
 
     remat: recompute activations in the backward pass instead of storing them, but not attention on
-    an accelerator, whose results are small.
+    an accelerator, which keeps its small results.
     """
     if runner is not None:
         return runner(blocks, x, scope, remat)

@@ -27,8 +27,8 @@ _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 class Merges(Protocol):
     """The merges of a BPE."""
 
-    def among(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the merges whose halves and result are among these pieces, the first one first."""
+    def select(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
+        """Return the merges of these pieces to another of them, the first one first."""
 
 
 class ListedMerges:
@@ -44,7 +44,7 @@ class ListedMerges:
     def _ranks(self) -> dict[str, int]:
         return dict(zip(self.merges, range(len(self.merges)), strict=True))
 
-    def among(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
+    def select(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
         """Return the merges among these pieces, the first one first."""
         if not (known := frozenset(pieces)):
             return []
@@ -62,7 +62,7 @@ class ScoredMerges:
     def __init__(self, vocab: Mapping[str, int], scores: Sequence[float]) -> None:
         self.vocab, self.scores = vocab, scores
 
-    def among(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
+    def select(self, pieces: Iterable[str]) -> list[tuple[str, str]]:
         """Return the merges among these pieces, the first one first."""
         return derive_merges({piece: self.scores[self.vocab[piece]] for piece in pieces})
 
@@ -71,7 +71,7 @@ class PieceEncoder:
     """Encodes each text with a BPE of the pieces that can occur in it.
 
     Args:
-        tree: a tokenizer.json whose model is a BPE; its merges are not read.
+        tree: a tokenizer.json with a BPE; its merges are not read.
         special: added tokens that no text becomes.
     """
 
@@ -82,7 +82,7 @@ class PieceEncoder:
         self._longest = max(map(len, self._vocab), default=0)
         always = _BYTE_TOKENS if self._model.get("byte_fallback") else frozenset()
         self._always = self._vocab.keys() & always - special
-        # A model whose tokens are the words as BPE gets them.
+        # Its tokens are the words that a BPE would split.
         words = {"type": "Unigram", "unk_id": 0, "vocab": [[secrets.token_hex(16), 0.0]]}
         self._splitter = self._build(words, self._added)
         self._build_subset(set(), [])
@@ -118,7 +118,7 @@ class PieceEncoder:
             unknown = secrets.token_hex(16) if unknown in self._special else unknown
             named[unknown] = index
         vocab = {piece: i for i, piece in enumerate(named)}
-        fields = {"vocab": vocab, "merges": self._merges.among(pieces), "unk_token": unknown}
+        fields = {"vocab": vocab, "merges": self._merges.select(pieces), "unk_token": unknown}
         bpe = self._build(self._model | fields, added)
         ids: dict[int | None, int] = dict(enumerate(named.values()))
         return bpe, ids | {bpe.token_to_id(token["content"]): token["id"] for token in added}
@@ -148,18 +148,22 @@ class Encoder:
         self._is_building = False
 
     @cached_property
-    def whole(self) -> tokenizers.Tokenizer:
+    def library_tokenizer(self) -> tokenizers.Tokenizer:
         """The library's object."""
         return self._whole() if callable(self._whole) else self._whole
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens that the library would add around it."""
         self._characters += len(text)
-        if self._by_pieces is None or "whole" in vars(self) or len(text) > MAX_CHARACTERS:
-            return self.whole.encode(text, add_special_tokens=False).ids
+        if (
+            self._by_pieces is None
+            or "library_tokenizer" in vars(self)
+            or len(text) > MAX_CHARACTERS
+        ):
+            return self.library_tokenizer.encode(text, add_special_tokens=False).ids
         if self._characters > MAX_CHARACTERS and not self._is_building:
             self._is_building = True
-            threading.Thread(target=lambda: self.whole, daemon=True).start()
+            threading.Thread(target=lambda: self.library_tokenizer, daemon=True).start()
         return self._by_pieces.encode(text)
 
 

@@ -237,14 +237,14 @@ def _build_whole(
             )
     parsing = Encoder(partial(_build, directory, tree))
     if len(without["model"].get("merges", ())) < len(tree["model"].get("merges", ())):
-        _ = parsing.whole  # an omitted merge may be the malformed one
+        _ = parsing.library_tokenizer  # an omitted merge may be the malformed one
     return Encoder(plain), parsing, plain.decoder
 
 
 def _build_by_pieces(
     directory: Path, source: TokenizerTree, merges: Merges, special: set[str]
 ) -> tuple[Encoder, Encoder, Any]:
-    """Return the same for a tree whose `find_merges` are given."""
+    """Return the same, from the merges that `find_merges` found."""
     with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
         plain = PieceEncoder(source.tree, merges, frozenset(special))
         parsing = PieceEncoder(source.tree, merges, frozenset())

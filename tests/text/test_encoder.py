@@ -75,7 +75,10 @@ def test_ids_of_pieces_equal_whole_vocabulary(
         for one in (tokenizer._plain, tokenizer._parsing):
             pieces = one._by_pieces
             assert pieces is not None
-            assert pieces.encode(text) == one.whole.encode(text, add_special_tokens=False).ids
+            assert (
+                pieces.encode(text)
+                == one.library_tokenizer.encode(text, add_special_tokens=False).ids
+            )
 
     check()
 
@@ -90,14 +93,16 @@ def test_whole_vocabulary_is_built_for_much_text(
     tokenizer = Tokenizer.from_directory(byte_level)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to other processes
     first = tokenizer.encode("the cat sat ")
-    assert "whole" not in vars(tokenizer._plain)
+    assert "library_tokenizer" not in vars(tokenizer._plain)
     assert tokenizer.encode("the cat sat ") == first
-    while "whole" not in vars(tokenizer._plain):
+    while "library_tokenizer" not in vars(tokenizer._plain):
         time.sleep(0.01)
-    assert tokenizer.encode("the cat sat ") == first and "whole" not in vars(tokenizer._parsing)
+    assert tokenizer.encode("the cat sat ") == first and "library_tokenizer" not in vars(
+        tokenizer._parsing
+    )
     long = "the cat sat " * 2
     assert tokenizer.encode(long, parse_special=True) == tokenizer.encode(long)
-    assert "whole" in vars(tokenizer._parsing)
+    assert "library_tokenizer" in vars(tokenizer._parsing)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_vocabularies_with_wrong_ids_are_built_whole() -> None:
 def test_last_of_equal_merges_counts() -> None:
     """As in the library, whose table of merges keeps the last one."""
     vocab, merges = ["a", "b", "c", "ab", "bc"], ["a b", "b c", "a b"]
-    assert ListedMerges(merges).among(vocab) == [("b", "c"), ("a", "b")]
+    assert ListedMerges(merges).select(vocab) == [("b", "c"), ("a", "b")]
     pieces = PieceEncoder(tree(vocab, []), ListedMerges(merges), frozenset())
     assert pieces.encode("abc") == [0, 4]
 
@@ -153,4 +158,4 @@ def test_file_formats_without_merges_keep_their_ids(train_spm: Callable[..., Pat
     merges, scored = find_merges(whole, None), find_merges(source.tree, source.scores)
     assert merges is not None and scored is not None
     pieces = set(source.tree["model"]["vocab"])
-    assert merges.among(pieces) == scored.among(pieces) == whole["model"]["merges"]
+    assert merges.select(pieces) == scored.select(pieces) == whole["model"]["merges"]

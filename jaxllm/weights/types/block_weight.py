@@ -1,8 +1,8 @@
 """Integers in GGUF's blocks, which native kernels read in place from a mapped file.
 
 A block of Q4_0 and Q8_0 holds 32 columns: a float16 scale, and then codes as `IntWeight` stores
-them. A block of Q4_K, Q5_K and Q6_K holds 256 (`super_blocks`). Each type's numbers are also those
-of an `IntWeight`, whose format it has and which is used for all but products and embeddings.
+them. A block of Q4_K, Q5_K and Q6_K holds 256 (`super_blocks`). An `IntWeight` has the same numbers
+and format; it does all but products and embeddings.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jaxllm.weights.types.bitpack import CHUNK, pack_codes
 from jaxllm.weights.types.int_weight import MAX_F32_ROWS, OFFSET, IntFormat, IntWeight
 from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-GROUP = 32  # columns of a block of Q4_0 or Q8_0; of any type, whose rounded inputs share a scale
+GROUP = 32  # columns of a block of Q4_0 or Q8_0; rounded inputs of any type share a scale
 MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
 
 
