@@ -241,11 +241,13 @@ def _build_byte_level(ggml: _Keys, vocab: dict[str, int], where: str) -> dict[st
         raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
     if "#version" in "".join(merges):  # which the library would skip, were it not a pair
         merges = [merge.split(" ") for merge in merges]
-    # Published vocabularies lack symbols of bytes that never or rarely occur in text.
-    if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
+    # Published vocabularies lack symbols of bytes that hardly occur in text, such as control
+    # characters (SmolLM2); the library and llama.cpp skip such a byte.
+    printable = {s for s, byte in BYTE_OF_SYMBOL.items() if 32 <= byte < 127}
+    if missing := printable - vocab.keys():
         raise CheckpointError(
-            f"{where}: the tokens are not byte-level: {len(missing)} of the symbols for ASCII are"
-            f" missing, {min(missing)!r} for example"
+            f"{where}: the tokens are not byte-level: {len(missing)} of the symbols for printable"
+            f" ASCII are missing, {min(missing)!r} for example"
         )
     return {
         "version": "1.0",

@@ -312,6 +312,21 @@ def byte_level_file(path: Path, change: Callable[[gguf.GGUFWriter], object]) -> 
     return write_vocabulary(path, "llama", add)
 
 
+def test_vocabulary_may_lack_control_characters(tmp_path: Path) -> None:
+    """SmolLM2's lacks six of them: a byte without a token is skipped. Letters are required."""
+    tree = json.loads(trained("gpt-2").to_str())
+    vocab, symbol = tree["model"]["vocab"], chr(256 + 4)  # of byte 4
+    assert symbol in vocab
+    tree["model"]["vocab"] = {
+        "<unused>" if token == symbol else token: index for token, index in vocab.items()
+    }
+    path = write_vocabulary(
+        tmp_path / "a.gguf", "llama", lambda writer: add_byte_level(writer, tree, "gpt-2")
+    )
+    mine = ours(path)
+    assert mine.encode("a\x04b") == mine.encode("a") + mine.encode("b")
+
+
 def test_special_ids_and_bos_flag_are_read(tmp_path: Path) -> None:
     """Special ids come from their keys, padding with an ordinary token does not make it special,
     and add_bos_token and add_eos_token are honored, also in files written from the tree.
