@@ -83,4 +83,4 @@ def test_precision_stores_canonical_names() -> None:
         quantize=((".*mlp.*", "bf16"),),
         overrides=(("norm", jaxllm.Override(weights="float16", output="float32")),),
     )
-    assert written.param_format("layers.0.mlp.up_proj.weight", 2) == "bfloat16"
+    assert written.param_format("layers.0.mlp.up_proj.weight", (256, 256)) == "bfloat16"

@@ -4,6 +4,5 @@ Reading: header parses a file within bounds; blocks: a table of tensor types; te
 lazy tensors; names: tensor names, by family; architecture, families: a table of architectures;
 settings: keys to configurations and back; rotary: rotary settings; tokenizer_read: tokenizer and
 chat template; pre_tokenizers: pre-tokenizers, by name; reader: whole files as checkpoints. Writing:
-writer writes files; super_blocks quantizes to K types; tensor_types: mixtures of types;
-tokenizer_write: tokenizers.
+writer writes files; tensor_types: mixtures of types; tokenizer_write: tokenizers.
 """

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.convert.gguf.more_types import MORE_TYPES
-from jaxllm.convert.gguf.super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
-from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
+from jaxllm.weights.types.super_blocks import SUPER_BLOCKS, half_at
+from jaxllm.weights.types.super_search import QUANTIZERS
 
 SUPER_BLOCK_SIZE = 256  # columns per block of the K types
 BLOCK_SIZE = 32  # columns per block of the other quantized types
@@ -74,10 +74,8 @@ class BlockType(NamedTuple):
 
 
 def _half_at(begin: int) -> ReadBlocks:
-    """Return a reader of a float16 at byte `begin` of each block, as float32 `[n, 1]`."""
-    return lambda blocks: (
-        np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)
-    )
+    """Return a reader of a float16 at byte `begin` of each block."""
+    return lambda blocks: half_at(blocks, begin)
 
 
 def _nibbles_at(begin: int, less: int) -> ReadBlocks:
@@ -145,10 +143,10 @@ def _as_half(scale: np.ndarray) -> np.ndarray:
         return scale.astype(np.float16).view(np.uint8)
 
 
-def _super_block(type_id: int, name: str, quantize: ReadBlocks) -> BlockType:
+def _super_block(type_id: int, name: str) -> BlockType:
     read = SUPER_BLOCKS[name]
     readers = read.read_codes, read.read_scales, read.read_offsets
-    return BlockType(type_id, name, SUPER_BLOCK_SIZE, read.nbytes, *readers, quantize)
+    return BlockType(type_id, name, SUPER_BLOCK_SIZE, read.nbytes, *readers, QUANTIZERS[name])
 
 
 _ROWS = (
@@ -162,9 +160,9 @@ _ROWS = (
     BlockType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
     BlockType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
     BlockType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
-    _super_block(12, "Q4_K", quantize_q4_k),
-    _super_block(13, "Q5_K", quantize_q5_k),
-    _super_block(14, "Q6_K", quantize_q6_k),
+    _super_block(12, "Q4_K"),
+    _super_block(13, "Q5_K"),
+    _super_block(14, "Q6_K"),
 )
 _READ_ONLY = tuple(
     BlockType(*row[:4], row.read_codes, row.read_scales, row.read_offsets) for row in MORE_TYPES

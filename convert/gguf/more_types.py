@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.weights.types.super_blocks import half_at
 
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # doubled
@@ -35,12 +36,6 @@ class MoreType(NamedTuple):
     def bytes_per_weight(self) -> float:
         """In memory: a code and its share of the run's float32 scale; float32 with offsets."""
         return 4 if self.read_offsets else 1 + 4 / self.run
-
-
-def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """Return the float16 at byte `begin` of each block, as float32 `[n, 1]`."""
-    pair = np.ascontiguousarray(blocks[:, begin : begin + 2])
-    return pair.view(np.float16).astype(np.float32)
 
 
 def _words(blocks: np.ndarray, begin: int, end: int, dtype: Any) -> np.ndarray:
@@ -77,13 +72,13 @@ def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
     packed = blocks[:, 96:108]
     low = _shifted(packed[:, :8], [0, 4], 15).swapaxes(1, 2).reshape(-1, 16)
     high = _shifted(packed[:, 8:], [0, 2, 4, 6], 3).swapaxes(1, 2).reshape(-1, 16)
-    return _half(blocks, 108) * ((low | high << 4).view(np.int8) - np.int8(32))
+    return half_at(blocks, 108) * ((low | high << 4).view(np.int8) - np.int8(32))
 
 
 def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
     low = _shifted(blocks[:, 4:8], [0, 4], 15).reshape(-1, 8)
     high = _shifted(_words(blocks, 2, 4, np.uint16)[:, 0], range(0, 16, 2), 3)
-    return _half(blocks, 0) * ((low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32))
+    return half_at(blocks, 0) * ((low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32))
 
 
 def _power_of_two(blocks: np.ndarray) -> np.ndarray:
@@ -155,7 +150,7 @@ def _iq2_xxs_codes(blocks: np.ndarray) -> np.ndarray:
 def _iq2_xxs_scales(blocks: np.ndarray) -> np.ndarray:
     words = _words(blocks, 2, 66, np.uint32).reshape(-1, 8, 2)
     return (
-        _half(blocks, 0)
+        half_at(blocks, 0)
         * (np.float32(0.5) + (words[..., 1] >> 28).astype(np.float32))
         * np.float32(0.25)
     )
@@ -169,7 +164,7 @@ def _iq2_xs_codes(blocks: np.ndarray) -> np.ndarray:
 def _iq2_scales(begin: int) -> Read:
     def read(blocks: np.ndarray) -> np.ndarray:
         more = _nibbles(blocks[:, begin : begin + 8])
-        return _half(blocks, 0) * (np.float32(0.5) + more) * np.float32(0.25)
+        return half_at(blocks, 0) * (np.float32(0.5) + more) * np.float32(0.25)
 
     return read
 
@@ -186,7 +181,7 @@ def _iq3_xxs_codes(blocks: np.ndarray) -> np.ndarray:
 
 def _iq3_xxs_scales(blocks: np.ndarray) -> np.ndarray:
     more = (_words(blocks, 66, 98, np.uint32) >> 28).astype(np.float32)
-    return _half(blocks, 0) * (np.float32(0.5) + more) * np.float32(0.5)
+    return half_at(blocks, 0) * (np.float32(0.5) + more) * np.float32(0.5)
 
 
 def _iq3_s_codes(blocks: np.ndarray) -> np.ndarray:
@@ -195,7 +190,7 @@ def _iq3_s_codes(blocks: np.ndarray) -> np.ndarray:
 
 
 def _iq3_s_scales(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * (1 + 2 * _nibbles(blocks[:, 106:110]))
+    return half_at(blocks, 0) * (1 + 2 * _nibbles(blocks[:, 106:110]))
 
 
 def _iq1_s_codes(blocks: np.ndarray) -> np.ndarray:
@@ -208,7 +203,7 @@ def _iq1_s_codes(blocks: np.ndarray) -> np.ndarray:
 
 def _iq1_s_scales(blocks: np.ndarray) -> np.ndarray:
     more = (_words(blocks, 34, 50, np.uint16) >> 12 & 7).astype(np.float32)
-    return _half(blocks, 0) * (2 * more + 1) / np.float32(8)
+    return half_at(blocks, 0) * (2 * more + 1) / np.float32(8)
 
 
 def _iq1_m_codes(blocks: np.ndarray) -> np.ndarray:
@@ -229,18 +224,18 @@ MORE_TYPES = (
     MoreType(
         10, "Q2_K", 256, 84, 16,
         lambda b: _two_bits(b[:, 16:80]),
-        lambda b: _half(b, 80) * (b[:, :16] & 15),
-        lambda b: -(_half(b, 82) * (b[:, :16] >> 4)),
+        lambda b: half_at(b, 80) * (b[:, :16] & 15),
+        lambda b: -(half_at(b, 82) * (b[:, :16] >> 4)),
     ),
     MoreType(11, "Q3_K", 256, 110, 16, _q3_k_codes, _q3_k_scales),
-    MoreType(20, "IQ4_NL", 32, 18, 32, _table_codes(_IQ4, 2, 16), lambda b: _half(b, 0)),
+    MoreType(20, "IQ4_NL", 32, 18, 32, _table_codes(_IQ4, 2, 16), lambda b: half_at(b, 0)),
     MoreType(23, "IQ4_XS", 256, 136, 32, _table_codes(_IQ4, 8, 16), _iq4_xs_scales),
     MoreType(39, "MXFP4", 32, 17, 32, _table_codes(_E2M1, 1, 16), _power_of_two),
-    MoreType(34, "TQ1_0", 256, 54, 32, _tq1_0_codes, lambda b: _half(b, 52).repeat(8, axis=1)),
+    MoreType(34, "TQ1_0", 256, 54, 32, _tq1_0_codes, lambda b: half_at(b, 52).repeat(8, axis=1)),
     MoreType(
         35, "TQ2_0", 256, 66, 32,
         lambda b: _two_bits(b[:, :64]) - np.int8(1),
-        lambda b: _half(b, 64).repeat(8, axis=1),
+        lambda b: half_at(b, 64).repeat(8, axis=1),
     ),
     MoreType(16, "IQ2_XXS", 256, 66, 32, _iq2_xxs_codes, _iq2_xxs_scales),
     MoreType(17, "IQ2_XS", 256, 74, 16, _iq2_xs_codes, _iq2_scales(66)),

@@ -1,11 +1,11 @@
 """Tensors of a GGUF file as lazy tensors: dequantized, or as the pieces of an exact leaf.
 
 For every quantized type there is a leaf that represents its numbers exactly and has kernels for
-products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
-Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
-Q6_K has a scale per 16 columns (`int8-g16`), and so have, per 16 or 32, the types of `more_types`
-except Q2_K, which becomes float32: no leaf has offsets per 16 columns. On a CPU, the kernels
-instead read the blocks of most types (`to_blocks`).
+products. Q4_K, Q5_K and Q6_K keep their blocks (`q4_k`, ...). Q8_0 and Q4_0 are integers in groups
+of 32 with float16 scales, Q4_0 in the same bytes; Q5_0's 5-bit codes take 8 bits. Q4_1 and Q5_1 add
+a number per group (`offset/...`). The types of `more_types` have a scale per 16 or 32 columns,
+except Q2_K, which becomes float32: no leaf has offsets per 16 columns. On a CPU, the kernels read
+the blocks of most types where they lie (`to_blocks`).
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
-from jaxllm.weights.types.bitpack import CHUNK, pack_codes
+from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.block_weight import BLOCK_TYPES, fits_in_place
 from jaxllm.weights.types.int_weight import OFFSET, IntFormat
 from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-_EIGHT, _FOUR = (BLOCK_TYPES[name].format for name in ("Q8_0", "Q4_0"))
+_EIGHT, _FOUR = (IntFormat(bits, BLOCK_SIZE, scale_dtype="float16") for bits in (8, 4))
 
 
 class LeafRecipe(NamedTuple):
@@ -62,10 +62,6 @@ class LeafRecipe(NamedTuple):
         return block.read_scales(blocks)
 
 
-def _pack_nibbles(blocks: np.ndarray) -> np.ndarray:
-    return pack_codes(SUPER_BLOCKS["Q4_K"].read_codes(blocks), 4)
-
-
 def _with_offset(integer: IntFormat) -> IntFormat:
     return dataclasses.replace(integer, variant=OFFSET)
 
@@ -80,9 +76,6 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
-    "Q4_K": LeafRecipe(BLOCK_TYPES["Q4_K"].format, _pack_nibbles),
-    "Q5_K": LeafRecipe(BLOCK_TYPES["Q5_K"].format),
-    "Q6_K": LeafRecipe(BLOCK_TYPES["Q6_K"].format),
     **{row.name: LeafRecipe(IntFormat(8, row.run)) for row in MORE_TYPES if not row.read_offsets},
 }
 
@@ -156,10 +149,7 @@ class GGUFTensor:
         if self.weight_offset or not fits_in_place(self.block.name, self.shape):
             return None
         if self.row_order is not None:
-            size = self.shape[0] * self.block.row_bytes(self.shape[1])
-            return LazyTensor(
-                np.dtype(np.uint8), (size,), self._read_ordered, self._raw_tensor.release
-            )
+            return self._to_bytes()
         before = info.offset % ALIGNMENT
         size = before + info.shape[0] * self.block.row_bytes(info.shape[1])
         return view_mapped_tensor(self.buffer, info.offset - before, np.uint8, (size,))
@@ -167,7 +157,11 @@ class GGUFTensor:
     def to_leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
         """Return the format and the pieces of an exact leaf, or None if there is none."""
         kept = LEAVES.get(self.block.name)
-        if kept is None or len(self.shape) < 2 or self.weight_offset:
+        if len(self.shape) < 2 or self.weight_offset:
+            return None
+        if self.block.name in SUPER_BLOCKS:
+            return BLOCK_TYPES[self.block.name].format, {".blocks": self._to_bytes()}
+        if kept is None:
             return None
         expected = kept.format.array_specs(self.shape)
         return kept.format, {
@@ -206,12 +200,18 @@ class GGUFTensor:
 
         return LazyTensor(held, size, read, self._raw_tensor.release)
 
-    def _read_ordered(self) -> np.ndarray:
-        """Return the bytes of all rows, in their order."""
-        assert self.row_order is not None
-        bytes_RB = empty_aligned((self.shape[0], self.block.row_bytes(self.shape[1])), np.uint8)
-        np.take(self._raw_tensor.read(), self.row_order, axis=0, out=bytes_RB)
-        return bytes_RB.reshape(-1)
+    def _to_bytes(self) -> LazyTensor:
+        """Return the bytes of all rows, in their order, `[..., O, row bytes]`."""
+        size = (*self.shape[:-1], self.block.row_bytes(self.shape[-1]))
+        order = self.row_order
+        if order is None:
+            return view_mapped_tensor(self.buffer, self.tensor_info.offset, np.uint8, size)
+
+        def read() -> np.ndarray:
+            array = empty_aligned(size, np.uint8)
+            return np.take(self._raw_tensor.read(), order, axis=0, out=array)
+
+        return LazyTensor(np.dtype(np.uint8), size, read, self._raw_tensor.release)
 
     @property
     def _row_count(self) -> int:

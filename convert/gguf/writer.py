@@ -21,7 +21,7 @@ from jaxllm.convert.gguf.header import ALIGNMENT
 from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.tensor_types import FILE_TYPES, KINDS, choose_block
-from jaxllm.convert.gguf.tensors import LEAVES, pack_blocks
+from jaxllm.convert.gguf.tensors import pack_blocks
 from jaxllm.convert.gguf.tokenizer_write import dropped_settings, make_tokenizer_keys
 from jaxllm.errors import CheckpointError, ConfigError, UnusedSettingsWarning
 from jaxllm.files import atomic_file, path_exists
@@ -31,6 +31,7 @@ from jaxllm.text.formats import TokenizerTree
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.types.base import BLOCK_ROWS
+from jaxllm.weights.types.block_weight import BLOCK_TYPES
 from jaxllm.weights.types.int_weight import IntFormat
 
 QUANTIZATION_VERSION = 2
@@ -145,21 +146,22 @@ def write_arrays(
 def _copy_codes(
     checkpoint: Checkpoint, found: MatchedParam, block: BlockType
 ) -> OutputTensor | None:
-    """Return a leaf unchanged if its integers and scales are those of the type, else None."""
-    leaf = LEAVES[block.name].format if block.name in ("Q8_0", "Q4_0") else None
-    if not isinstance(leaf, IntFormat) or checkpoint.formats.get(found.path) != leaf.name:
+    """Return a leaf unchanged if its numbers are those of the type, else None."""
+    leaf = BLOCK_TYPES[block.name].format if block.name in BLOCK_TYPES else None
+    if leaf is None or checkpoint.formats.get(found.path) != leaf.name:
         return None
-    data, scale = (checkpoint.tensors[f"{found.path}.{piece}"] for piece in ("data", "scale"))
-    order, lead = _row_order(found, checkpoint.config), data.shape[:-1]
-    columns = dict(flatten(param_shapes(build(checkpoint.config))))[found.path].shape[-1]
+    *lead, columns = dict(flatten(param_shapes(build(checkpoint.config))))[found.path].shape
+    if columns % block.columns:
+        return None
+    pieces = [checkpoint.tensors[f"{found.path}{name}"] for name in leaf.array_specs((1, 1))]
+    order = _row_order(found, checkpoint.config)
 
     def rows() -> Iterator[np.ndarray]:
-        codes, scales = (x.read().reshape(-1, x.shape[-1]) for x in (data, scale))
-        for index in _row_slices(len(codes), order):
-            yield pack_blocks(leaf, codes[index], scales[index], columns)
+        arrays = [x.read().reshape(-1, x.shape[-1]) for x in pieces]
+        for index in _row_slices(len(arrays[0]), order):
+            some = [x[index] for x in arrays]
+            yield pack_blocks(leaf, *some, columns) if isinstance(leaf, IntFormat) else some[0]
 
-    if columns % leaf.group_size(columns):
-        return None
     return OutputTensor(found.name, block, (*lead, columns), rows)
 
 

@@ -131,6 +131,8 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
+    if precision.quantize == "int4" and "int4-g64" in header.formats.values():
+        precision = dataclasses.replace(precision, quantize="int4-g64")  # what it meant up to 0.9
     tensors = open_tensors(path_inside(directory, WEIGHTS), mapped=True)
     check_tensors(tensors, config, str(directory), header.formats)
     generation = read_generation_config(directory)
@@ -257,7 +259,7 @@ def load_params(
                 advance(leaf.nbytes)
                 return placed.place_weight(path, leaf)
             tensor = checkpoint.tensors[path]
-            formats = precision.format_chain(path, tensor.ndim)
+            formats = precision.format_chain(path, tensor.shape)
             # A placer may copy a matrix: only without one, it stays in memory until it is searched.
             later = search if placer is None and not passed else None
             how: Any = {"passed": passed, "search": later}

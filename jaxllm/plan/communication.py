@@ -45,7 +45,9 @@ def _embedding_traffic(step: Step) -> Iterator[Collective]:
     c, p, over = step.config, step.axes.stage, step.tensor_devices * step.axes.stage
     axis = "stage" if step.axes.stage > 1 else "tensor"
     table = parse_format(
-        step.precision.param_format(f"{get_family(c.model_type).token_table}.weight", 2)
+        step.precision.param_format(
+            f"{get_family(c.model_type).token_table}.weight", (c.vocab_size, c.hidden_size)
+        )
     ).lossless_dtype
     total = step.rows * step.local_tokens * c.hidden_size * np.dtype(DTYPES[table]).itemsize
     if step.splits_tokens:
@@ -99,7 +101,7 @@ def _norm_traffic(step: Step, count: int) -> Iterator[Collective]:
         features = heads * c.head_dim
         what = "norm of keys" if member.kv_heads_only else "norm of queries"
         if step.deterministic_sums:
-            dtype = step.precision.param_format("norm.weight", 1)
+            dtype = step.precision.param_format("norm.weight", (features,))
             weights = features * np.dtype(DTYPES[dtype]).itemsize
             wide = step.tick_tokens * features * step.activation_bytes
             yield _layer_collective(step, what, "all-gather", count, wide, over)

@@ -64,7 +64,7 @@ def weight_bytes(
     alike: dict[Any, int] = {}  # sizes by format and shape, since layers are alike
     for path, shape in shapes.items():
         split = find_rule(config, deterministic_sums, path)
-        name = checkpoint.formats.get(path) or precision.format_chain(path, shape.ndim)[-1]
+        name = checkpoint.formats.get(path) or precision.format_chain(path, shape.shape)[-1]
         count = alike.get((name, split, shape.shape))
         if count is None:
             count = _param_bytes(checkpoint, name, path, shape, split, axes)

@@ -4,11 +4,13 @@ float32, bfloat16, float16     arrays
 bf16-packed                    bfloat16 in 12 bits, losslessly
 int8                           8 bits, one scale per row
 int8-g64                       8 bits, one scale per 64 columns (32, 64 or 128)
-int8-g16                       8 bits, one scale per 16 columns; only from GGUF's Q6_K
-int4-g64                       4 bits, likewise; int4 means int4-g64
+int8-g16                       8 bits, one scale per 16 columns; only from GGUF files
+int4-g64                       4 bits, likewise; in a row of rules int4 means int4-g64
 int3-g64, int2-g64             3 and 2 bits, likewise
 ...-zp                         with a zero point
 ...-f16                        with float16 scales instead of float32
+q4_k, q5_k, q6_k               GGUF's blocks of 256 columns: 4.5, 5.5 and 6.56 bits a weight, with
+                               scales (and minima) that are integers, and searched
 nf4                            4 bits, the levels of QLoRA's NormalFloat, in blocks of 64 whose
                                absmax has 8 bits (double quantization); nf4-f32: absmax in float32
 bfloat16-2:4                   at most 2 of each 4 columns are nonzero: 9 bits a weight
@@ -17,7 +19,7 @@ float32-..., int8-...          2:4 and bitmap of other dtypes; int8 with one sca
 
 Composite formats name the format of their inner weight after a slash:
 ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
-offset/int4-g32-zp             a float offset per group (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
+offset/int4-g32-zp-f16         a float offset per group (GGUF's Q4_1, Q5_1)
 rank64/int8                    two factors of rank 64 (see `types/low_rank.py`)
 static/int8                    inputs are quantized on a calibrated grid
 """
@@ -32,6 +34,7 @@ from jaxllm.weights.types import (
     act_order,
     arrays,
     bf16_12bit,
+    block_weight,
     int_weight,
     low_rank,
     nf4,
@@ -47,6 +50,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     bf16_12bit.parse,
     int_weight.parse,
+    block_weight.parse,
     nf4.parse,
     sparse.parse,
 )
@@ -68,12 +72,12 @@ def parse_format(name: Any) -> Format:
                 return format
     raise ConfigError(
         f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), nf4, nf4-f32,"
-        f" bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
+        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), q4_k, q5_k,"
+        f" q6_k, nf4, nf4-f32, bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
 
 
-STACKABLE = "arrays, int8, int4, int3, int2 or nf4"
+STACKABLE = "arrays, int8, int4, int3, int2, q4_k, q5_k, q6_k or nf4"
 
 
 def can_stack(name: str) -> bool:
@@ -81,7 +85,7 @@ def can_stack(name: str) -> bool:
     format = parse_format(name)
     if isinstance(format, int_weight.IntFormat):
         return format.is_plain
-    return isinstance(format, arrays.FloatFormat | nf4.NF4Format)
+    return isinstance(format, arrays.FloatFormat | block_weight.BlockFormat | nf4.NF4Format)
 
 
 # The sizes of their arrays depend on the weight's values, so their shards are quantized anew.

@@ -108,25 +108,25 @@ class Precision:
         ]
         return dataclasses.replace(self, quantize=None, overrides=tuple(rows))
 
-    def param_format(self, path: str, ndim: int) -> str:
-        """Return the format in which the parameter at `path` is stored."""
+    def param_format(self, path: str, shape: tuple[int, ...]) -> str:
+        """Return the format in which the parameter of `shape` at `path` is stored."""
         override = self._find_override(path, "weights")
         if override is not None:
-            return override if override in DTYPES or ndim >= 2 else self.weights
-        quantized = None if self.quantize is None else find_format(self.quantize, path, ndim)
+            return override if override in DTYPES or len(shape) >= 2 else self.weights
+        quantized = None if self.quantize is None else find_format(self.quantize, path, shape)
         return quantized or self.weights
 
     def cast(self, path: str, weight: Weight) -> Weight:
         """Convert the parameter at `path` to its format, if it has another one."""
-        if weight_format(weight) == parse_format(self.param_format(path, weight.ndim)).name:
+        if weight_format(weight) == parse_format(self.param_format(path, weight.shape)).name:
             return weight
-        for name in self.format_chain(path, weight.ndim):
+        for name in self.format_chain(path, weight.shape):
             weight = as_format(weight, name)
         return weight
 
-    def format_chain(self, path: str, ndim: int) -> tuple[str, ...]:
+    def format_chain(self, path: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Return the formats to convert the parameter at `path` to; the last one is stored."""
-        name = self.param_format(path, ndim)
+        name = self.param_format(path, shape)
         first = parse_format(name).lossless_dtype == self.weights == "bfloat16"
         return ("bfloat16", name) if first and name != "bfloat16" else (name,)
 

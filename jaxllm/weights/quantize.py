@@ -13,6 +13,7 @@ from jaxllm.runtime.validation import canonical_dtype
 from jaxllm.weights.formats import STACKABLE, Weight, as_format, can_stack, parse_format, to_dense
 from jaxllm.weights.paths import Params, check_params, first_match, map_leaves
 from jaxllm.weights.types import sparse
+from jaxllm.weights.types.block_weight import FALLBACKS, SUPER
 
 Rules = str | Sequence[tuple[str, str | None]]
 
@@ -27,6 +28,15 @@ KEPT_RULES: tuple[tuple[str, str | None], ...] = (
 # If a format's name stands for all rules: the token table and the head keep 8 bits if the other
 # matrices have fewer, as in llama.cpp's mixtures, and they are never pruned.
 _TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
+# What "int4" stands for as all rules: llama.cpp's four bits, with more for the matrices that lose
+# most, as in its mixtures. A fused query, key and value matrix has four.
+_VALUE_AND_DOWN = r".*\.(v_proj|down_proj|dense_4h_to_h|mlp\.c_proj)"
+FOUR_BIT_RULES: tuple[tuple[str, str | None], ...] = (
+    *KEPT_RULES,
+    (_TOKENS_AND_HEAD, "int8"),
+    (_VALUE_AND_DOWN, "q6_k"),
+    (".*", "q4_k"),
+)
 
 
 def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
@@ -36,10 +46,12 @@ def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
         ConfigError: for a malformed row, an invalid regex or an unknown format.
     """
     rules = canonical_dtype(rules)
+    if rules == "int4":
+        return [*FOUR_BIT_RULES]
     if isinstance(rules, str):
         parse_format(rules)
         rows = [*KEPT_RULES]
-        if rules.startswith(("int4", "int3", "int2", "nf4")):
+        if rules.startswith(("int4", "int3", "int2", "nf4", *FALLBACKS)):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
             rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
@@ -62,15 +74,19 @@ def _check_rows(rules: Any) -> list[tuple[str, str | None]]:
     return [(regex, canonical_dtype(name)) for regex, name in rows]
 
 
-def find_format(rules: Rules, path: str, ndim: int) -> str | None:
-    """Return the format that `rules` gives the leaf at `path`; None for any vector.
+def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
+    """Return the format that `rules` gives the leaf of `shape` at `path`; None for any vector.
+
+    Rows that are not whole blocks of q4_k, q5_k or q6_k have the format of `FALLBACKS`.
 
     Raises:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
     match = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
-    name = None if match is None or ndim < 2 else match[0]
-    if name is not None and ndim > 2 and not can_stack(name):
+    name = None if match is None or len(shape) < 2 else match[0]
+    if name in FALLBACKS and shape[-1] % SUPER:
+        return FALLBACKS[name]
+    if name is not None and len(shape) > 2 and not can_stack(name):
         raise ConfigError(
             f"{path}: experts cannot be {name}. Add a rule that makes them {STACKABLE}"
         )
@@ -85,10 +101,10 @@ def quantize(params: Params, rules: Rules) -> Params:
     Args:
         rules: ordered rows `(regex, format or None)` as in `weights.paths`, such as `[(r"lm_head",
             None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
-            `weights.formats`. Or one format's name for all matrices ("int8", "int4",
-            "bf16-packed"). With a name, the position table, MoE routers and score heads are left
-            alone; formats of 4 bits or fewer keep the token table and the head at 8 bits;
-            "int8-2:4" and other sparse formats keep them in their dense dtype.
+            `weights.formats`. Or one format's name for all matrices ("int8", "int4-g64",
+            "bf16-packed"), or "int4" (`FOUR_BIT_RULES`). With a name, the position table, MoE
+            routers and score heads are left alone; formats of 6 bits or fewer keep the token table
+            and the head at 8 bits; "int8-2:4" and other sparse formats keep their dense dtype.
 
     Raises:
         ConfigError: as `resolve_rules` does.
@@ -97,7 +113,7 @@ def quantize(params: Params, rules: Rules) -> Params:
     check_params(params)
 
     def change(path: str, leaf: Weight) -> Weight:
-        name = find_format(rules, path, leaf.ndim)
+        name = find_format(rules, path, leaf.shape)
         return leaf if name is None else as_format(leaf, name)
 
     return map_leaves(change, params)

@@ -66,7 +66,7 @@ def draw_params(model: Any) -> Params:
     noise = rng.normal(0, 0.02, 1 << 18).astype(np.float32)
 
     def draw(path: str, form: Any) -> Any:
-        name = model.precision.param_format(path, len(form.shape))
+        name = model.precision.param_format(path, form.shape)
         kind = parse_format(name)
         if "norm" in path:
             return jax.numpy.ones(form.shape, DTYPES[name])

@@ -232,7 +232,7 @@ def test_match_precision_keeps_vector_formats() -> None:
     assert found.overrides == ((r"norm\.weight", Override(weights="bfloat16")),)
     assert found.quantize is None
     for path, leaf in flatten(params):
-        assert found.param_format(path, leaf.ndim) == weight_format(leaf)
+        assert found.param_format(path, leaf.shape) == weight_format(leaf)
 
 
 def test_cast_keeps_weight_in_requested_format() -> None:
@@ -241,7 +241,7 @@ def test_cast_keeps_weight_in_requested_format() -> None:
     """
     packed = as_format(jnp.ones((8, 128), jnp.bfloat16), "bf16-packed")
     precision = Precision(weights="bfloat16", quantize="bf16-packed")
-    assert precision.format_chain("weight", 2) == ("bfloat16", "bf16-packed")
+    assert precision.format_chain("weight", (256, 256)) == ("bfloat16", "bf16-packed")
     assert precision.cast("weight", packed) is packed
 
 
@@ -251,7 +251,7 @@ def test_match_precision_distinguishes_layers() -> None:
     params = jaxllm.quantize(params, [(r"layers\.[02]\.mlp", "int8"), (".*attn", "int4-g32")])
     found = match_precision(params, Precision())
     for path, leaf in flatten(params):
-        assert found.param_format(path, leaf.ndim) == weight_format(leaf), path
+        assert found.param_format(path, leaf.shape) == weight_format(leaf), path
     assert (r"layers\.\d+\.self_attn\.q_proj\.weight", "int4-g32") in (found.quantize or ())
     assert len(found.quantize or ()) == 4 + 2 * 3
 

@@ -195,7 +195,7 @@ def _use_precision(directory: Path) -> None:
     resolve_rules(read_rules(directory / "rules.json"))
     hash(precision)
     for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):
-        precision.param_format(path, 2)
+        precision.param_format(path, (256, 256))
         precision.activation_dtype(path)
 
 

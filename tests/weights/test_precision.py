@@ -25,12 +25,12 @@ def test_override_covers_module_and_its_children() -> None:
         ),
     )
     assert (
-        precision.param_format("layers.0.mlp.down_proj.weight", 2) == "float32"
+        precision.param_format("layers.0.mlp.down_proj.weight", (256, 256)) == "float32"
     )  # the first row does not set weights
     assert precision.activation_dtype("layers.0.mlp.down_proj") == jnp.float16
     assert precision.activation_dtype("layers.0.self_attn.q_proj") == jnp.float32
-    assert precision.param_format("layers.1.input_layernorm.weight", 2) == "float32"
-    assert precision.param_format("layers.1.mlp.up_proj.weight", 2) == "bfloat16"
+    assert precision.param_format("layers.1.input_layernorm.weight", (256, 256)) == "float32"
+    assert precision.param_format("layers.1.mlp.up_proj.weight", (256, 256)) == "bfloat16"
     assert precision.activation_dtype("layers.10") == jnp.bfloat16
 
 
@@ -51,7 +51,7 @@ def test_overrides_and_quantize_rules_match_identically() -> None:
             "layers.10.mlp.down_proj.weight": "float32",
             "layers.1.mlp.down_proj.weight": "float32",
         }.items():
-            assert precision.param_format(path, 2) == wanted, path
+            assert precision.param_format(path, (256, 256)) == wanted, path
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

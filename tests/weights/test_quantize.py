@@ -95,7 +95,7 @@ def test_quantize_first_matching_rule_wins(tmp_path: Path) -> None:
     assert result["h.1.mlp.c_proj.weight"] == "int4-g32"
     assert result["h.1.attn.c_attn.weight"] == "int8"
     assert result["h.1.attn.c_attn.bias"] == result["wte.weight"] == dtype_name
-    result = formats(jaxllm.quantize(params, "int4"))
+    result = formats(jaxllm.quantize(params, "int4-g64"))
     assert result["wte.weight"] == "int8"
     assert result["wpe.weight"] == dtype_name
     assert result["h.1.mlp.c_proj.weight"] == "int4-g64"
@@ -195,11 +195,11 @@ def test_overrides_quantize_module_and_set_output_dtype(shallow: Any) -> None:
             (r".*down_proj", Override(weights="int8", output="float32")),
         ),
     )
-    assert precision.param_format("layers.0.mlp.down_proj.weight", 2) == "float32"
-    assert precision.param_format("layers.1.mlp.down_proj.weight", 2) == "int8"
-    assert precision.param_format("layers.1.mlp.up_proj.weight", 2) == "int4"
-    assert precision.param_format("layers.1.mlp.up_proj.bias", 1) == "bfloat16"
-    assert precision.param_format("embed_tokens.weight", 2) == "int8"
+    assert precision.param_format("layers.0.mlp.down_proj.weight", (256, 256)) == "float32"
+    assert precision.param_format("layers.1.mlp.down_proj.weight", (256, 256)) == "int8"
+    assert precision.param_format("layers.1.mlp.up_proj.weight", (256, 256)) == "q4_k"
+    assert precision.param_format("layers.1.mlp.up_proj.bias", (256,)) == "bfloat16"
+    assert precision.param_format("embed_tokens.weight", (256, 256)) == "int8"
     assert precision.output_dtype("layers.1.mlp.down_proj") == "float32"
     lm = jaxllm.load(shallow("llama"), dtype=precision)
     assert weight_format(lm.params["layers.1"]["mlp"]["down_proj"]["weight"]) == "int8"
@@ -221,8 +221,8 @@ def test_without_quantization_drops_quantizing_overrides() -> None:
         ),
     )
     plain = precision.without_quantization()
-    assert plain.param_format("lm_head.weight", 2) == "float32"
-    assert plain.param_format("norm.weight", 1) == "float16"
+    assert plain.param_format("lm_head.weight", (256, 256)) == "float32"
+    assert plain.param_format("norm.weight", (256,)) == "float16"
     assert plain.output_dtype("lm_head") == "bfloat16"
 
 

@@ -36,10 +36,10 @@ def rtn(context: StepContext[RtnOptions]) -> ModelState:
     """
     argument, options = context.argument, context.options
     plain = options.on == RtnOptions().on
-    rules: Rules = argument if plain else [*KEPT_RULES, (options.on, argument)]
+    rules: Rules = parse_format(argument).name if plain else [*KEPT_RULES, (options.on, argument)]
 
     def change(path: str, leaf: Weight) -> Weight:
-        name = find_format(rules, path, leaf.ndim)
+        name = find_format(rules, path, leaf.shape)
         if name is None:
             return leaf
         to, is_composite = parse_format(name), as_weight(leaf).is_composite

@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)
 # Kinds that `experts` supports: each matrix of a stack starts at its own offset.
-EXPERT_KINDS = (*PLAIN_KINDS, Kind.INT8, Kind.INT4)
+EXPERT_KINDS = (*PLAIN_KINDS, Kind.INT8, Kind.INT4, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 
 
 class KernelPath(NamedTuple):
@@ -333,7 +333,12 @@ def experts(
         "digits": np.int32(digits),
         "many": np.bool_(matrix_unit),
     }
-    flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]  # without copies
+    # Without copies; blocks are bytes.
+    flat = [
+        x.reshape(-1, *(() if w.kind >= Kind.Q4_K else x.shape[2:]))
+        for w in stacks
+        for x in w.arrays
+    ]
     return list(call(x_AI, expert_A, *flat, **attributes))
 
 

@@ -117,9 +117,10 @@ def prepare(
     experts, and for rules that match no matrix.
     """
     grids = {} if observed_params is None else _observed_qparams(observed_params)
+    rules = parse_format(rules).name if isinstance(rules, str) else rules  # "int4" are integers
 
     def change(path: str, leaf: Weight) -> Weight:
-        name = find_format(rules, path, leaf.ndim)
+        name = find_format(rules, path, leaf.shape)
         if name is None:
             return leaf
         to, present = _parse_integer_format(name, f"{path}: "), weight_format(leaf)

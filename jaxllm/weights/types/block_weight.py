@@ -1,11 +1,13 @@
-"""Integers in GGUF's blocks, which native kernels read in place from a mapped file.
+"""Integers in GGUF's blocks, which native kernels multiply as they are.
 
-A block of Q4_0 and Q8_0 holds 32 columns: a float16 scale, and then codes as `IntWeight` stores
-them. A block of Q4_K, Q5_K and Q6_K holds 256 (`super_blocks`). An `IntWeight` has the same numbers
-and format; it does all but products and embeddings.
+A block of Q4_K, Q5_K and Q6_K holds 256 columns (`super_blocks`); they are the formats q4_k, q5_k
+and q6_k. A block of Q4_0 and Q8_0 holds 32: a float16 scale, and then codes as `IntWeight` stores
+them, with whose format they are stored; they are read in place from a mapped file.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,25 +15,93 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types.arrays import add_dependency, matmul
-from jaxllm.weights.types.base import Format, WeightBase, check_finite, nan_out_of_range
+from jaxllm.weights.types.base import (
+    ArraySpecs,
+    Format,
+    ReadBlocks,
+    WeightBase,
+    check_finite,
+    fill_arrays,
+    group_slice,
+    nan_out_of_range,
+    to_device,
+)
 from jaxllm.weights.types.bitpack import CHUNK, pack_codes
-from jaxllm.weights.types.int_weight import MAX_F32_ROWS, OFFSET, IntFormat, IntWeight
+from jaxllm.weights.types.int_weight import MAX_F32_ROWS, IntFormat, IntWeight
 from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
+from jaxllm.weights.types.super_search import QUANTIZERS
 
 GROUP = 32  # columns of a block of Q4_0 or Q8_0; rounded inputs of any type share a scale
+SUPER = 256  # columns of a block of the other types
 MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockFormat(Format):
+    """The format of `BlockWeight` for blocks of 256 columns."""
+
+    type: str  # of `SUPER_BLOCKS`
+
+    @property
+    def name(self) -> str:
+        return self.type.lower()
+
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> "BlockWeight":
+        """Search the scales of each block, as llama.cpp does without importances.
+
+        Raises:
+            ConfigError: for rows that are not whole blocks, and numbers that overflow float16.
+        """
+        if shape[-1] % SUPER or not shape[-1]:
+            raise ConfigError(
+                f"{self.name} requires rows of whole blocks of {SUPER} columns, got shape {shape}."
+                f" Use {FALLBACKS[self.name]}"
+            )
+
+        def quantize(rows: np.ndarray) -> list[np.ndarray]:
+            numbers = np.asarray(rows, np.float32).reshape(-1, SUPER)
+            made = QUANTIZERS[self.type](numbers)
+            if not np.isfinite(_halves(self.type, made)).all():
+                raise ConfigError(f"{self.name} cannot hold these weights: a scale overflows")
+            return [made.reshape(len(rows), -1)]
+
+        specs: Any = self.array_specs(shape)
+        return self.from_arrays(shape, to_device(fill_arrays(specs, blocks(), quantize)))
+
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
+        return {".blocks": ((*shape[:-1], BLOCK_TYPES[self.type].row_bytes(shape[-1])), np.uint8)}
+
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> "BlockWeight":
+        return BlockWeight(arrays[".blocks"], self.type, shape[-1])
+
+    def check_arrays(
+        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        if shape[-1] % SUPER:
+            raise CheckpointError(f"{path} is {self.name}, but {shape[-1]} columns are no blocks")
+        check_finite(path, {".scale": _halves(self.type, arrays[".blocks"])}, ".scale")
+
+
+def parse(name: str) -> BlockFormat | None:
+    """Parse `q4_k`, `q5_k` or `q6_k`; None for other names."""
+    return BlockFormat(name.upper()) if name in FALLBACKS else None
+
+
+# Formats for rows that are not whole blocks: of about as many bits, as llama-quantize chooses.
+FALLBACKS = {"q4_k": "int4-g32-zp-f16", "q5_k": "int8-g32-f16", "q6_k": "int8-g32-f16"}
+
+
 class BlockType(NamedTuple):
-    """A type of blocks: its kernels, columns and bytes of a block, and the format of its values."""
+    """A type of blocks: its kernels, columns and bytes of a block, and the format of weights."""
 
     kind: native.Kind
     columns: int
     nbytes: int
-    format: IntFormat
+    format: Format
 
     def row_bytes(self, columns: int) -> int:
         return columns // self.columns * self.nbytes
@@ -40,22 +110,22 @@ class BlockType(NamedTuple):
 BLOCK_TYPES = {  # their formats differ: `map_blocks` finds a type by it
     "Q4_0": BlockType(native.Kind.INT4, GROUP, 18, IntFormat(4, GROUP, scale_dtype="float16")),
     "Q8_0": BlockType(native.Kind.INT8, GROUP, 34, IntFormat(8, GROUP, scale_dtype="float16")),
-    "Q4_K": BlockType(native.Kind.Q4_K, 256, 144, IntFormat(4, GROUP, True, variant=OFFSET)),
-    "Q5_K": BlockType(native.Kind.Q5_K, 256, 176, IntFormat(8, GROUP, variant=OFFSET)),
-    "Q6_K": BlockType(native.Kind.Q6_K, 256, 210, IntFormat(8, GROUP // 2)),
+    **{
+        name: BlockType(native.Kind[name], SUPER, block.nbytes, BlockFormat(name))
+        for name, block in SUPER_BLOCKS.items()
+    },
 }
 
 
 class BlockWeight(WeightBase, struct.PyTreeNode):
-    """A matrix `[O, I]` of integers; I is in whole chunks of 128, and in whole blocks.
-
-    Its bytes may begin before the first row, so that they begin where XLA can use them in place.
-    """
+    """A weight `[..., O, I]` of integers; I is in whole chunks of 128, and in whole blocks."""
 
     input_block = GROUP
     supports_int8_inputs = True
 
-    data: jax.Array  # uint8: less than a row of other bytes, then all rows
+    # uint8 [..., O, row bytes]. Or flat, a matrix in a mapped file: less than a row of other bytes,
+    # so that they begin where XLA can use them in place, then all rows.
+    data: jax.Array
     type: str = struct.field(pytree_node=False)  # of `BLOCK_TYPES`
     columns: int = struct.field(pytree_node=False)  # I
 
@@ -64,31 +134,38 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         return BLOCK_TYPES[self.type].row_bytes(self.columns)
 
     @property
+    def rows(self) -> jax.Array:
+        """Its rows of bytes, uint8 `[..., O, row bytes]`."""
+        if self.data.ndim > 1:
+            return self.data
+        return self.data[self.data.shape[0] % self.row_bytes :].reshape(-1, self.row_bytes)
+
+    @property
     def shape(self) -> tuple[int, ...]:
+        if self.data.ndim > 1:
+            return (*self.data.shape[:-1], self.columns)
         return (self.data.shape[0] // self.row_bytes, self.columns)
 
     @property
-    def int_format(self) -> IntFormat:
-        """The format of its values."""
-        return BLOCK_TYPES[self.type].format
-
-    @property
     def format(self) -> str:
-        return self.int_format.name
+        return BLOCK_TYPES[self.type].format.name
 
     @jax.jit
     def to_int_weight(self) -> IntWeight:
         """Return the same weight with separate codes and scales, bit for bit."""
-        begin = self.data.shape[0] % self.row_bytes
-        return _split_blocks(self.data[begin:].reshape(self.shape[0], -1), self.type)
+        return _split_blocks(jnp.asarray(self.rows), self.type)
 
     def to_dense(self, dtype: Any = None) -> jax.Array:
         return self.to_int_weight().to_dense(dtype)
 
     def take(self, index: jax.Array) -> jax.Array:
-        rows, size = self.shape[0], self.row_bytes
-        begin = self.data.shape[0] % size + index.reshape(-1).clip(0, max(rows - 1, 0)) * size
-        bytes_NB = self.data.at[begin[:, None] + jnp.arange(size)[None]].get(mode="clip")
+        rows, flat = self.shape[0], index.reshape(-1).clip(0, max(self.shape[0] - 1, 0))
+        if self.data.ndim > 1:
+            bytes_NB = jnp.asarray(self.data).at[flat].get(mode="clip")
+        else:  # a slice of all rows would copy them
+            begin = self.data.shape[0] % self.row_bytes + flat * self.row_bytes
+            at = begin[:, None] + jnp.arange(self.row_bytes)[None]
+            bytes_NB = self.data.at[at].get(mode="clip")
         return nan_out_of_range(_split_blocks(bytes_NB, self.type).to_dense(), index, rows)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
@@ -100,25 +177,44 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
-    def for_accelerator(self) -> IntWeight:
-        """Return it as integers: a GPU has no use for a mapped file."""
-        return self.to_int_weight().for_accelerator()
+    def for_accelerator(self) -> "IntWeight | BlockWeight":
+        """Return a matrix as integers: a GPU has no use for a mapped file.
+
+        Stacks stay, as experts cannot have offsets.
+        """
+        return self if self.ndim > 2 else self.to_int_weight().for_accelerator()
 
     def native_matrix(self) -> native.Matrix:
-        return native.Matrix(BLOCK_TYPES[self.type].kind, [self.data], GROUP, self.shape[0])
+        data = self.data if self.ndim > 2 else self.data.reshape(-1)
+        return native.Matrix(BLOCK_TYPES[self.type].kind, [data], GROUP, self.shape[-2])
 
     def arrays(self) -> dict[str, jax.Array]:
-        return self.to_int_weight().arrays()
+        return {".blocks": self.rows} if self._is_stored else self.to_int_weight().arrays()
 
-    def with_rows(self, index: np.ndarray) -> IntWeight:
-        return self.to_int_weight().with_rows(index)
+    def with_rows(self, index: np.ndarray) -> Any:
+        if not self._is_stored:
+            return self.to_int_weight().with_rows(index)
+        return self.replace(data=self.rows[..., index, :])
 
-    def with_columns(self, begin: int, end: int) -> IntWeight:
-        return self.to_int_weight().with_columns(begin, end)
+    def with_columns(self, begin: int, end: int) -> Any:
+        if not self._is_stored:
+            return self.to_int_weight().with_columns(begin, end)
+        group_slice(self.format, begin, end, self.columns, SUPER)
+        first, last = (BLOCK_TYPES[self.type].row_bytes(at) for at in (begin, end))
+        return self.replace(data=self.rows[..., first:last], columns=end - begin)
 
-    def concatenate(self, appended: Sequence[Any], axis: int) -> IntWeight:
-        parts = [x.to_int_weight() if isinstance(x, BlockWeight) else x for x in appended]
-        return self.to_int_weight().concatenate(parts, axis)
+    def concatenate(self, appended: Sequence[Any], axis: int) -> Any:
+        if not self._is_stored:
+            parts = [x.to_int_weight() if isinstance(x, BlockWeight) else x for x in appended]
+            return self.to_int_weight().concatenate(parts, axis)
+        columns = self.columns + axis * sum(x.columns for x in appended)
+        data = jnp.concatenate([self.rows, *(x.rows for x in appended)], axis=axis - 2)
+        return self.replace(data=data, columns=columns)
+
+    @property
+    def _is_stored(self) -> bool:
+        """Whether files store its blocks."""
+        return self.type in SUPER_BLOCKS
 
 
 def map_blocks(
@@ -137,9 +233,8 @@ def map_blocks(
     weight = BlockWeight(jax.device_put(raw, may_alias=True), type, shape[1])
     assert weight.shape == shape
     if not passed:
-        blocks = raw[raw.size % weight.row_bytes :].reshape(-1, BLOCK_TYPES[type].nbytes)
-        halves = SUPER_BLOCKS[type].halves if type in SUPER_BLOCKS else slice(2)
-        check_finite(path, {".scale": blocks[:, halves].view(np.float16)}, ".scale")
+        bytes_ = raw.reshape(-1)[raw.size % weight.row_bytes :]
+        check_finite(path, {".scale": _halves(type, bytes_)}, ".scale")
     return weight
 
 
@@ -151,23 +246,33 @@ def fits_in_place(type: str, shape: tuple[int, ...]) -> bool:
     return (shape[0] + 1) * block.row_bytes(shape[1]) <= MAX_BYTES
 
 
+def _halves(type: str, bytes_: np.ndarray) -> np.ndarray:
+    """Return the float16 numbers of blocks."""
+    halves = SUPER_BLOCKS[type].halves if type in SUPER_BLOCKS else slice(2)
+    return bytes_.reshape(-1, BLOCK_TYPES[type].nbytes)[:, halves].view(np.float16)
+
+
 def _split_blocks(bytes_OB: jax.Array, type: str) -> IntWeight:
-    """Return the weight of rows of blocks."""
-    rows, block = bytes_OB.shape[0], BLOCK_TYPES[type]
-    bits, columns = block.format.bits, bytes_OB.shape[1] // block.nbytes * block.columns
+    """Return the weight of rows of blocks, `[..., O, row bytes]`."""
+    block, lead = BLOCK_TYPES[type], bytes_OB.shape[:-1]
+    count = bytes_OB.shape[-1] // block.nbytes  # blocks of a row
+    blocks, columns = bytes_OB.reshape(math.prod(lead) * count, block.nbytes), count * block.columns
+
+    def as_rows(x: jax.Array) -> jax.Array:
+        return x.reshape(*lead, count * x.shape[-1])
+
     if type not in SUPER_BLOCKS:
-        blocks_OGb = bytes_OB.reshape(rows, -1, block.nbytes)
-        scale_OG = jax.lax.bitcast_convert_type(blocks_OGb[..., :2], jnp.float16)
-        data = blocks_OGb[..., 2:].reshape(rows, -1)
-        data = jax.lax.bitcast_convert_type(data, jnp.int8) if bits == 8 else data
-        return IntWeight(data, scale_OG, None, bits, GROUP, columns)
-    read, blocks = SUPER_BLOCKS[type], bytes_OB.reshape(-1, block.nbytes)
-    codes_OI = read.read_codes(blocks).reshape(rows, columns)
-    scale_OG = read.read_scales(blocks).reshape(rows, -1)
+        bits, codes = 4 if type == "Q4_0" else 8, blocks[:, 2:]
+        scale = jax.lax.bitcast_convert_type(blocks[:, :2], jnp.float16)[:, None]
+        codes = jax.lax.bitcast_convert_type(codes, jnp.int8) if bits == 8 else codes
+        return IntWeight(as_rows(codes), as_rows(scale), None, bits, GROUP, columns)
+    read = SUPER_BLOCKS[type]
+    codes, scale = as_rows(read.read_codes(blocks)), as_rows(read.read_scales(blocks))
     if read.read_offsets is None:  # 16 columns have a scale
-        first, second = scale_OG[:, 0::2], scale_OG[:, 1::2]
-        return IntWeight(codes_OI, first, None, bits, GROUP, columns, second_scale=second)
-    offset_OG = read.read_offsets(blocks).reshape(rows, -1)
-    zero = jnp.zeros(scale_OG.shape, jnp.uint8) if bits == 4 else None
-    data = pack_codes(codes_OI, 4) if bits == 4 else codes_OI.view(jnp.int8)
-    return IntWeight(data, scale_OG, zero, bits, GROUP, columns, offset=offset_OG)
+        first, second = scale[..., 0::2], scale[..., 1::2]
+        return IntWeight(codes, first, None, 8, GROUP, columns, second_scale=second)
+    offset = as_rows(read.read_offsets(blocks))
+    if type == "Q4_K":
+        zero = jnp.zeros(scale.shape, jnp.uint8)
+        return IntWeight(pack_codes(codes, 4), scale, zero, 4, GROUP, columns, offset=offset)
+    return IntWeight(codes.view(jnp.int8), scale, None, 8, GROUP, columns, offset=offset)

@@ -30,7 +30,7 @@ class SuperBlocks(NamedTuple):
     halves: slice
 
 
-def _half_at(blocks: Any, begin: int) -> Any:
+def half_at(blocks: Any, begin: int) -> Any:
     """Return a float16 of each block, as float32 `[n, 1]`."""
     return blocks[:, begin : begin + 2].copy().view(np.float16).astype(np.float32)
 
@@ -45,11 +45,11 @@ def _unpack_six_bits(blocks: Any) -> tuple[Any, Any]:
 
 
 def _read_scales(blocks: Any) -> Any:
-    return _unpack_six_bits(blocks)[0].astype(np.float32) * _half_at(blocks, 0)
+    return _unpack_six_bits(blocks)[0].astype(np.float32) * half_at(blocks, 0)
 
 
 def _read_offsets(blocks: Any) -> Any:
-    return -(_unpack_six_bits(blocks)[1].astype(np.float32) * _half_at(blocks, 2))
+    return -(_unpack_six_bits(blocks)[1].astype(np.float32) * half_at(blocks, 2))
 
 
 def _unpack_runs(qs: Any) -> Any:
@@ -78,7 +78,7 @@ def _read_q6_k(blocks: Any) -> Any:
 
 
 def _read_q6_k_scales(blocks: Any) -> Any:
-    return blocks[:, 192:208].copy().view(np.int8).astype(np.float32) * _half_at(blocks, 208)
+    return blocks[:, 192:208].copy().view(np.int8).astype(np.float32) * half_at(blocks, 208)
 
 
 SUPER_BLOCKS = {

@@ -245,7 +245,8 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S3
   Batch batch{many};
   size_t each = 0;  // products of a stack: of consecutive rows of x with the same expert
   const ffi::Error error = each_weight(args, ys, kinds, groups, counts, columns, [&](const Weight& stack, auto& y) {
-    if (stack.kind > Kind::kInt4) return wrong("experts are of floats, 8 or 4 bits");
+    if (stack.kind > Kind::kInt4 && stack.kind < Kind::kQ4K)
+      return wrong("experts are of floats, integers or GGUF's blocks");
     if (stack.rows % experts) return wrong("the rows of a stack are no multiple of its experts");
     const int64_t outputs = stack.rows / experts;
     if (!is(y, Type::F32, {rows, outputs})) return wrong("a product is float32 [rows of x, rows of its weight]");

@@ -1,6 +1,6 @@
-"""Quantization to GGUF's K types: super-blocks of 256 columns.
+"""Quantization to GGUF's K types: blocks of 256 columns (`super_blocks`).
 
-A super-block has a float16 scale (Q4_K and Q5_K: another for minima), which is multiplied by a
+A block has a float16 scale (Q4_K and Q5_K: another for minima), which is multiplied by a
 small integer per run of columns. Like ggml, it searches each run's scale: it tries steps near the
 range of the run, fits scale and minimum to the codes of each by least squares, and keeps the one
 with the least squared error, weighted by magnitude.
@@ -164,3 +164,6 @@ def _search_symmetric(x: np.ndarray) -> np.ndarray:
 
 def _inverse(step: np.ndarray) -> np.ndarray:
     return np.where(step == 0, np.float32(0), np.float32(1) / step)
+
+
+QUANTIZERS = {"Q4_K": quantize_q4_k, "Q5_K": quantize_q5_k, "Q6_K": quantize_q6_k}
