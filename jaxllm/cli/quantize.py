@@ -39,7 +39,7 @@ def quantize(
         else 64].
       zero_point: Asymmetric quantization (with zero points).
       half_scales: Scales in float16 instead of float32.
-      name: Format to use instead of the above: bf16-packed, int4-g32, ...
+      name: Format to use instead of the above: int4 (a mixture), q6_k, bf16-packed, ...
       rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
     """
     with spinner("starting"):  # JAX is imported

@@ -152,7 +152,7 @@ def test_expert_count_is_read_from_either_name() -> None:
         read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 0})
 
 
-@pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("format", ["int4-g64", pytest.param("int8", marks=pytest.mark.full)])
 def test_quantized_stacks_round_trip_and_export(twin: Twin, tmp_path: Path, format: str) -> None:
     """Quantized stacks are saved and loaded with identical logits and exported as dense weights;
     the router stays float32.
@@ -162,7 +162,7 @@ def test_quantized_stacks_round_trip_and_export(twin: Twin, tmp_path: Path, form
     leaves = dict(flatten(lm.params))
     assert leaves[path].shape == (5, 56, 48) and leaves["layers.0.mlp.gate.weight"].ndim == 2
     assert isinstance(leaves["layers.0.mlp.gate.weight"], jax.Array)  # the router is not quantized
-    bytes_each = {"int8": 128 + 4, "int4": 64 + 8}[format]  # rows of 48 are padded to 128
+    bytes_each = {"int8": 128 + 4, "int4-g64": 64 + 8}[format]  # rows of 48 are padded to 128
     assert leaves[path].nbytes == 5 * 56 * bytes_each
     lm.save(tmp_path / "own")
     again = jaxllm.load(tmp_path / "own")

@@ -131,7 +131,9 @@ def test_quantized_shard_bytes_equal_plan(
 
 def test_plan_refuses_group_splits_like_loading() -> None:
     """Planning and loading refuse a mesh that splits a quantization group with the same error."""
-    model, params = make_model("llama", Precision(quantize="int4"))  # MLP width 56, groups of 64
+    model, params = make_model(
+        "llama", Precision(quantize="int4-g64")
+    )  # MLP width 56, groups of 64
     message = r"layers\.0\.mlp\.down_proj\.weight over tensorxkv_replicas=2: .* split a group of 64"
     with pytest.raises(ConfigError, match=message):
         shard_model(model, params, "tensor=2")

@@ -37,6 +37,7 @@ from jaxllm.weights.types.super_search import QUANTIZERS
 
 GROUP = 32  # columns of a block of Q4_0 or Q8_0; rounded inputs of any type share a scale
 SUPER = 256  # columns of a block of the other types
+LARGEST = 65504  # of float16; the squares of larger numbers would overflow in the search
 MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
 
 
@@ -54,7 +55,7 @@ class BlockFormat(Format):
         """Search the scales of each block, as llama.cpp does without importances.
 
         Raises:
-            ConfigError: for rows that are not whole blocks, and numbers that overflow float16.
+            ConfigError: for rows that are not whole blocks, and numbers that float16 cannot hold.
         """
         if shape[-1] % SUPER or not shape[-1]:
             raise ConfigError(
@@ -64,10 +65,9 @@ class BlockFormat(Format):
 
         def quantize(rows: np.ndarray) -> list[np.ndarray]:
             numbers = np.asarray(rows, np.float32).reshape(-1, SUPER)
-            made = QUANTIZERS[self.type](numbers)
-            if not np.isfinite(_halves(self.type, made)).all():
-                raise ConfigError(f"{self.name} cannot hold these weights: a scale overflows")
-            return [made.reshape(len(rows), -1)]
+            if not np.abs(numbers).max(initial=0) <= LARGEST:
+                raise ConfigError(f"{self.name} cannot hold weights beyond {LARGEST:,} or NaN")
+            return [QUANTIZERS[self.type](numbers).reshape(len(rows), -1)]
 
         specs: Any = self.array_specs(shape)
         return self.from_arrays(shape, to_device(fill_arrays(specs, blocks(), quantize)))
