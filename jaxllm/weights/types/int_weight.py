@@ -2,9 +2,9 @@
 
 Some files have more, one of these at a time. Products are then those of weights without it:
 
-offset/...   a float offset per group (GGUF's Q4_1, Q5_1). A zero point is an integer number of steps, an offset
+offset/...   a float offset per group (GGUF). A zero point is an integer number of steps, an offset
              any number: `x @ w.T = x @ (q s).T + sum_g(x) @ offset.T`.
-int8-g16     a scale per 16 columns (from GGUF files). The kernels support groups of 32 and more, so the
+int8-g16     a scale per 16 columns (GGUF). The kernels support groups of 32 and more, so the
              product is a sum of two: with zeros for the last, then for the first 16 of 32 inputs.
 static/...   inputs quantized to int8 on a calibrated grid (static W8A8). With input codes c the
              inputs are `step (c - zero)`, and `x @ w.T = step (c @ w.T - zero sum_i w_i)`.
