@@ -223,7 +223,7 @@ def compare_peers(
     ],
     formats: Annotated[
         str, typer.Option(help="Formats of jaxllm; int8+int8_inputs also rounds the inputs.")
-    ] = "bfloat16,int8,int4,bf16-packed,float32",
+    ] = "bfloat16,int8,int4-g64,bf16-packed,float32",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, tokens.")] = "512",
     decode: Annotated[int, typer.Option(help="Number of tokens to decode.")] = 16,
     depths: Annotated[str, typer.Option(help="Tokens in the cache before decoding.")] = "0,1024",

@@ -1,6 +1,6 @@
 """Decoding speed of a mixture of experts compared with a dense model of equal active size.
 
-    python scripts/benchmarks/experts.py [--format int4] [--layers 3] [--experts 8] [--per-token 2]
+    python scripts/benchmarks/experts.py [--format int4-g64] [--layers 3] [--experts 8] [--per-token 2]
 
 One decision: layers have Mixtral's size (4096 x 14336) and the vocabulary is small, so the layers
 dominate the time. Weights are random, so no file is needed. The dense model's MLP is as wide as a
@@ -117,7 +117,7 @@ def make_round(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--format", default="int4", help="weights: int4, int8, bfloat16")
+    parser.add_argument("--format", default="int4-g64", help="weights: int4-g64, int8, bfloat16")
     parser.add_argument("--activations", default="bfloat16")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=8)

@@ -13,7 +13,7 @@ import dataclasses
 import jaxllm
 from jaxllm.evaluate.likelihood.data import Loader, loader
 
-FORMATS = "int8,int8-g64,int4-g128,int4,int4-g32-zp"
+FORMATS = "int8,int8-g64,int4-g128,int4-g64,int4-g32-zp"
 
 
 def sample_documents(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
