@@ -160,7 +160,10 @@ def _copy_codes(
         arrays = [x.read().reshape(-1, x.shape[-1]) for x in pieces]
         for index in _row_slices(len(arrays[0]), order):
             some = [x[index] for x in arrays]
-            yield pack_blocks(leaf, *some, columns) if isinstance(leaf, IntFormat) else some[0]
+            if isinstance(leaf, IntFormat):
+                yield pack_blocks(leaf, some[0], some[1], columns)
+            else:
+                yield some[0]
 
     return OutputTensor(found.name, block, (*lead, columns), rows)
 

@@ -1,6 +1,6 @@
 """Decoding speed of a mixture of experts compared with a dense model of equal active size.
 
-    python scripts/benchmarks/experts.py [--format int4-g64] [--layers 3] [--experts 8] [--per-token 2]
+    python scripts/benchmarks/experts.py [--format int8] [--layers 3] [--experts 8] [--per-token 2]
 
 One decision: layers have Mixtral's size (4096 x 14336) and the vocabulary is small, so the layers
 dominate the time. Weights are random, so no file is needed. The dense model's MLP is as wide as a

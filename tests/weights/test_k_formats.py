@@ -1,5 +1,6 @@
 """GGUF's blocks of 256 columns as storage formats: quantizing, slices, stacks, files and rules."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,16 @@ def test_int4_model_round_trips_through_files(tmp_path: Path) -> None:
         if formats.get(path) == "q4_k":
             assert weight_format(back[path]) == "q4_k"
             np.testing.assert_array_equal(back[path].rows, a.data, err_msg=path)
+
+
+def test_older_int4_checkpoint_keeps_its_integers(tmp_path: Path) -> None:
+    """Up to version 0.9, `int4` in a checkpoint's precision was int4-g64: nothing is rounded anew."""
+    save_random(tmp_path / "hf", "llama", **WIDE)
+    jaxllm.load(tmp_path / "hf", quantize="int4-g64").save(tmp_path / "old")
+    file = tmp_path / "old" / "config.json"
+    settings = json.loads(file.read_text())
+    assert settings["precision"]["quantize"] == "int4-g64"
+    settings["precision"]["quantize"] = "int4"
+    file.write_text(json.dumps(settings))
+    params = jaxllm.load(tmp_path / "old").params
+    assert weight_format(params["layers.0"]["mlp"]["up_proj"]["weight"]) == "int4-g64"
