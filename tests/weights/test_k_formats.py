@@ -159,7 +159,7 @@ def test_int4_model_round_trips_through_files(tmp_path: Path) -> None:
 
 
 def test_older_int4_checkpoint_keeps_its_integers(tmp_path: Path) -> None:
-    """Up to version 0.9, `int4` in a checkpoint's precision was int4-g64: nothing is rounded anew."""
+    """Up to version 0.9, `int4` in a checkpoint's precision was int4-g64: it stays so."""
     save_random(tmp_path / "hf", "llama", **WIDE)
     jaxllm.load(tmp_path / "hf", quantize="int4-g64").save(tmp_path / "old")
     file = tmp_path / "old" / "config.json"
