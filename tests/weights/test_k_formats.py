@@ -55,7 +55,9 @@ def test_quantized_blocks_are_those_of_gguf_writer(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_are_sliced_and_joined_bitwise(name: str) -> None:
-    """Rows, whole blocks of columns and shards keep their bytes; parts of blocks are refused."""
+    """Rows, whole blocks of columns and shards keep their bytes. A part of a block becomes integers
+    of the same numbers; a stack's is refused, as experts cannot have offsets.
+    """
     weight = as_weight(as_format(jnp.asarray(draw(6, 512)), name))
     sides = [weight.with_columns(*span) for span in ((0, 256), (256, 512))]
     np.testing.assert_array_equal(to_dense(sides[1]), to_dense(weight)[:, 256:])
@@ -71,7 +73,10 @@ def test_blocks_are_sliced_and_joined_bitwise(name: str) -> None:
         )
         np.testing.assert_array_equal(as_weight(joint.merge()).data, weight.data)
     with pytest.raises(ConfigError, match=f"columns 0 to 128 of {name} would split a group of 256"):
-        weight.with_columns(0, 128)
+        jax.tree.map(lambda x: x[None], weight).with_columns(0, 128)
+    halves = [weight.with_columns(*span) for span in ((0, 128), (128, 512))]
+    whole = halves[0].concatenate(halves[1:], 1)
+    np.testing.assert_array_equal(to_dense(whole), to_dense(weight))
 
 
 @pytest.mark.parametrize("name", NAMES)
