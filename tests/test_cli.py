@@ -129,8 +129,8 @@ def test_generate_accepts_any_option(run: Run) -> None:
 
 
 def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow: Any) -> None:
-    """Each line gives a completion or an error under its id; an existing output is refused; stdin
-    works.
+    """Each line gives a completion or an error under its id; the same command has nothing left to
+    do, and another file is not overwritten; stdin works.
     """
     options = ("-m", shallow("llama"), "--dtype", "float32")
     lines = [
@@ -146,7 +146,7 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    batch = ("batch", file, "--out", out, "-n", 12, "--batch-size", 2, "--workers", 0, *options)
+    batch = ("batch", file, "--out", out, "-n", 12, "--batch-size", 2, *options)
     status, _, err = run(*batch)
     assert status == 1
     assert "8 answers" in err
@@ -162,8 +162,14 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[8]["error"]
     assert "does not take num_beams" in answers[9]["error"]
-    assert_refused(run, f"{out} exists: name another file", *batch)
-    output, _ = succeed(run, "batch", "-", *options, "-n", 12, "--workers", 0, stdin='"One day"')
+    content = out.read_bytes()
+    status, _, err = run(*batch)
+    assert status == 1
+    assert "8 rows are done, 0 to go" in err
+    assert out.read_bytes() == content
+    other = ("batch", file, "--out", file, *options)
+    assert_refused(run, f"{file} exists: name another file", *other)
+    output, _ = succeed(run, "batch", "-", *options, "-n", 12, stdin='"One day"')
     assert json.loads(output)["finish_reason"] == "length"
 
 
@@ -230,12 +236,11 @@ def test_invalid_arguments_are_refused_before_loading(run: Run, tmp_path: Path) 
         ("batch", none, prompts, "--out", away): nowhere,
         ("batch", none, prompts, "--out", tmp_path): "is a directory",
         ("batch", none, away): f"cannot read {away}",
-        ("batch", none, prompts, "--resume"): "--resume requires --out FILE",
+        ("batch", none, prompts, "--out", "x.parquet"): "appended as JSON lines",
         ("batch", none, prompts, "--task", "scores"): "did you mean score",
         ("batch", none, prompts, "--task", "score", "-n", 5): "leave out --max-new-tokens",
         ("batch", none, prompts, "--task", "embed", "-o", "pool=cls"): "no option pool",
-        ("batch", none, prompts, "--workers", 0, "--threads", 1): "runs in this process",
-        ("batch", none, prompts, "--threads", 4096): "at most the number of cores",
+        ("batch", none, prompts, "--workers", 2): "--workers requires --ray",
         ("generate", none, "--prompt-cache", away): nowhere,
         ("generate", none, "-o", "stop_strings=[1"): "--option stop_strings is not valid",
         ("generate", none, "-o", f"seed={'9' * 5000}"): "5,000 digits",

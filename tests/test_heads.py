@@ -536,9 +536,7 @@ def test_classify_command_and_batch(run: Run, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in out.splitlines()]
     np.testing.assert_array_equal(np.float32([row["logits"] for row in rows]), found.logits)
     lines = "".join(json.dumps({"prompt": text}) + "\n" for text in [*texts, [999]])
-    status, out, _ = run(
-        "batch", tmp_path / "a", "-", "--task", "classify", "--workers", "0", stdin=lines
-    )
+    status, out, _ = run("batch", tmp_path / "a", "-", "--task", "classify", stdin=lines)
     answers = [json.loads(line) for line in out.splitlines()]
     assert status == 1 and "error" in answers[2]
     np.testing.assert_array_equal(np.float32([a["scores"] for a in answers[:2]]), found.scores)

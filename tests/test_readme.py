@@ -45,7 +45,7 @@ PAGES = (
 )
 OUTPUTS = {  # files that the commands of a page write
     "README.md": ("story.gguf", "story-int4/config.json", "story-gptq/config.json"),
-    "docs/batch.md": ("answers.jsonl", "vectors.parquet"),
+    "docs/batch.md": ("answers.jsonl", "vectors.jsonl"),
     "docs/cache.md": ("loop/brightness.png",),
     "docs/cli.md": ("story-model-hf/config.json", "story.cache"),
     "docs/compress.md": ("story-gptq-hf/model.safetensors", "story-packed/config.json"),

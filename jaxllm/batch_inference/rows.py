@@ -1,4 +1,4 @@
-"""Input rows from JSON lines or Parquet, each with a request or an error.
+"""Input rows from JSON lines or Parquet, each with a request or an error, read one by one.
 
 A line is a text, token ids, or an object with `prompt` (a text or ids), an optional `id`, and
 options that override those of the job. A row of Parquet is such an object, without its nulls. With
@@ -6,17 +6,15 @@ a `field` the rows are any data set: that field is the prompt, and the others ar
 that cannot be read is answered with its error; it does not affect the others.
 """
 
+import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.files import parse_json, read_text, regular_size, split_lines
-
-MAX_BYTES = 1 << 31  # bytes of a JSON lines file
+from jaxllm.files import iterate_lines, open_regular, parse_json, regular_size
 
 
 class Row(NamedTuple):
@@ -27,92 +25,93 @@ class Row(NamedTuple):
       id: by default the line number.
       request: prompt and options.
       complaint: why there is no request, if so.
-      duplicate: number of earlier rows with the same id, so that their seeds differ.
     """
 
     line: int
     id: Any
     request: dict[str, Any]
     complaint: str | None = None
-    duplicate: int = 0
 
 
-def read_rows(path: Path, field: str | None = None) -> list[Row]:
-    """Read the rows of a `.parquet` or JSON lines file.
+def read_rows(path: Path, field: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a `.parquet` or JSON lines file.
 
     Raises CheckpointError if the file cannot be read, ConfigError for Parquet if pyarrow or the
     column is missing.
     """
     if path.suffix == ".parquet":
-        return _count_duplicates(_read_parquet(path, field))
-    return read_lines(split_lines(read_text(path, MAX_BYTES)), field)
+        yield from _read_parquet(path, field)
+        return
+    with open_regular(path) as file:
+        yield from parse_lines(file, field)
 
 
-def read_lines(lines: Iterable[str], field: str | None = None) -> list[Row]:
-    """Return the row of each line that is not blank."""
-    return _count_duplicates(
-        _parse_line(n, line, field) for n, line in enumerate(lines, 1) if line.strip()
-    )
+def parse_lines(file: BinaryIO, field: str | None = None) -> Iterator[Row]:
+    """Yield the row of each line that is not blank."""
+    for number, line in iterate_lines(file):
+        try:
+            value = parse_json(line, f"line {number}", SamplingError)
+        except SamplingError as error:
+            yield Row(number, number, {}, str(error))
+        else:
+            fields = value if isinstance(value, dict) else {"prompt": value}
+            yield _make_row(number, fields, field)
 
 
-def _count_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Set `duplicate` of each row."""
-    seen: Counter[str] = Counter()
-    counted = []
+def check_rows(rows: Iterable[Row]) -> tuple[int, str]:
+    """Read all rows, and return their number and a SHA-256.
+
+    Raises ConfigError if there are none, or if two have the same id.
+    """
+    ids, digest = set[str](), hashlib.sha256()
     for row in rows:
-        name = json.dumps(row.id, sort_keys=True)
-        counted.append(row._replace(duplicate=seen[name]))
-        seen[name] += 1
-    return counted
+        name = format_id(row.id)
+        if name in ids:
+            raise ConfigError(
+                f"line {row.line} has the id of an earlier row, {name:.60}: ids identify the"
+                " answers, so they must differ. A row without one gets its line number"
+            )
+        ids.add(name)
+        digest.update(json.dumps(row).encode())
+    if not ids:
+        raise ConfigError("the input has no rows")
+    return len(ids), digest.hexdigest()
 
 
-def import_pyarrow(path: Path) -> Any:
-    """Import and return `pyarrow.parquet`. Raises ConfigError if it is not installed."""
-    try:
-        return import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ConfigError(f"{path.name} needs pyarrow ({error}): pip install 'jaxllm[data]'") from (
-            None
-        )
-
-
-def _parse_line(number: int, line: str, field: str | None) -> Row:
-    try:
-        value = parse_json(line, f"line {number}", SamplingError)
-    except SamplingError as error:
-        return Row(number, number, {}, str(error))
-    return _make_row(number, value if isinstance(value, dict) else {"prompt": value}, field)
+def format_id(value: Any) -> str:
+    """Return an id, which may be any JSON value, as a text to compare."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _make_row(number: int, fields: dict[str, Any], field: str | None) -> Row:
-    request = {name: value for name, value in fields.items() if name != "id"}
-    name = fields.get("id")
-    name = number if name is None else name
+    name = number if fields.get("id") is None else fields["id"]
+    request = {key: value for key, value in fields.items() if key != "id"}
+    if field is not None:
+        request = {"prompt": request.get(field)}
     try:
         json.dumps([name, request], allow_nan=False)
     except (TypeError, ValueError) as error:  # from Parquet: times, bytes, NaN
-        return Row(
-            number, number, {}, f"line {number} has values that JSON does not allow: {error}"
-        )
-    if field is not None:
-        request = {"prompt": request.get(field)}
-    if (prompt := request.get("prompt")) is None:
-        return Row(number, name, {}, f"line {number} has no {field or 'prompt'}")
-    if not isinstance(prompt, str | list):
-        return Row(
-            number,
-            name,
-            {},
+        text = f"line {number} has values that JSON does not allow: {error}"
+        return Row(number, number, {}, text)
+    complaint, prompt = None, request.get("prompt")
+    if prompt is None:
+        complaint = f"line {number} has no {field or 'prompt'}"
+    elif not isinstance(prompt, str | list):
+        complaint = (
             f"line {number}: {field or 'prompt'} must be a text or a list of token ids, got"
-            f" {prompt!r:.40}",
+            f" {prompt!r:.40}"
         )
-    if request.get("seed") == "random":
-        return Row(number, name, {}, f"line {number}: the seed must be a number, to be repeatable")
-    return Row(number, name, request)
+    elif request.get("seed") == "random":
+        complaint = f"line {number}: the seed must be a number, to be repeatable"
+    return Row(number, name, {} if complaint else request, complaint)
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[Row]:
-    parquet = import_pyarrow(path)
+    try:
+        parquet: Any = import_module("pyarrow.parquet")
+    except ImportError as error:
+        text = f"{path.name} needs pyarrow ({error}): pip install 'jaxllm[data]'"
+        raise ConfigError(text) from None
     regular_size(path)
     number, wanted = 0, field or "prompt"
     try:
@@ -123,11 +122,11 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Row]:
                 f"{path} has no column {wanted}: it has {', '.join(names):.200}. Name one with"
                 " --field"
             )
-        kept = None if field is None else [name for name in ("id", field) if name in names]
-        for batch in file.iter_batches(columns=kept):
-            for given in batch.to_pylist():
+        columns = None if field is None else [name for name in ("id", field) if name in names]
+        for batch in file.iter_batches(columns=columns):
+            for values in batch.to_pylist():
                 number += 1
-                there = {name: value for name, value in given.items() if value is not None}
-                yield _make_row(number, there, field)
+                fields = {name: value for name, value in values.items() if value is not None}
+                yield _make_row(number, fields, field)
     except (OSError, import_module("pyarrow").ArrowException) as error:
         raise CheckpointError(f"{path} cannot be read as Parquet: {error!s:.200}") from None

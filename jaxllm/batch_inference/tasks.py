@@ -1,213 +1,197 @@
-"""The table of tasks: generate, score, embed, classify. Each is a function of a group of rows.
+"""The tasks of a batch job: generate, by `LM.serve`, and score, embed and classify, in batches.
 
-An answer is a dict of JSON values: the columns of its task, or `error`. The other rows of a group
-may change a row's last bits, and nothing else; therefore groups are fixed.
+An answer is a dict of JSON values: those of its task, or `error`. The rows that run together may
+change the last bits of a score, vector or logit, and nothing else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.batch_inference.job import BatchJob, row_seed
 from jaxllm.batch_inference.rows import Row
-from jaxllm.errors import ConfigError, JaxllmError, SamplingError, suggest_name
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, suggest_name
 from jaxllm.generation.completion import Completion
-from jaxllm.generation.embeddings import check_text, log_probs
+from jaxllm.generation.embeddings import log_probs
 from jaxllm.generation.heads import describe, shortest_floats
 from jaxllm.generation.options import check_options
 from jaxllm.lm import LM
+from jaxllm.runtime.validation import check_int, is_integer
 
 Answer = dict[str, Any]
+WINDOW = 8  # batches of texts to read at once; those of similar lengths run together
+SEED_BITS = 53  # exact in every JSON reader
 
 
-class Task(NamedTuple):
-    """A task.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """What to do with each row.
 
     Attributes:
-      run: returns the answers to rows, in order.
-      check: raises a JaxllmError for options that the model does not support.
-      columns: Arrow types of the answer's columns.
+      task: "generate", or a name in `TEXT_TASKS`.
+      options: of all rows; a row's own options override them.
+      batch_size: rows that run at once.
+
+    Raises a JaxllmError for a task or an option that no model supports.
     """
 
-    run: Callable[[LM, BatchJob, Sequence[Row]], list[Answer]]
-    check: Callable[[LM, Mapping[str, Any]], Any]
-    columns: dict[str, str]
+    task: str
+    options: Mapping[str, Any]
+    batch_size: int = 8
 
-
-def check_task(task: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError or SamplingError for a task or an option that no model supports."""
-    if task not in TASKS:
-        raise ConfigError(
-            f"task must be {', '.join(TASKS)}: got {task!r:.40}{suggest_name(task, TASKS)}"
-        )
-    if task == "generate":
-        check_options(options, "serve")
-        return
-    for name in options:
-        if name not in _OPTIONS[task]:
-            known = ", ".join(_OPTIONS[task])
-            raise ConfigError(
-                f"{task} has no option {name}, only {known}{suggest_name(name, _OPTIONS[task])}"
+    def __post_init__(self) -> None:
+        check_int("batch_size", self.batch_size, 1, 1 << 20, CapacityError)
+        if self.task != "generate":
+            _check_text_options(self.task, self.options)
+            return
+        check_options(self.options, "serve")
+        if not is_integer(self.options.get("seed", 0)):
+            raise SamplingError(
+                f"the seed must be a number, got {self.options['seed']!r:.40}: a resumed run"
+                " repeats it"
             )
 
 
-def generate(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
-    """Generate continuations by continuous batching. A row without a seed gets one from its id."""
-    results = dict(
-        lm.serve([_make_request(job, n, row) for n, row in enumerate(rows)], rows=job.rows)
-    )
-    return [format_completion(results[n]) for n in range(len(rows))]
+def answer_rows(lm: LM, job: BatchJob, rows: Iterable[Row]) -> Iterator[tuple[Row, Answer]]:
+    """Yield each row with its answer as it finishes; a row is read when there is room for it.
+
+    Raises a JaxllmError for options that the model does not support.
+    """
+    unreadable: list[tuple[Row, Answer]] = []
+
+    def readable_rows() -> Iterator[Row]:
+        for row in rows:
+            if row.complaint is None:
+                yield row
+            else:
+                unreadable.append((row, {"error": row.complaint}))
+
+    answer = _generate if job.task == "generate" else _answer_texts
+    for answered in answer(lm, job, readable_rows()):
+        yield answered
+        yield from unreadable
+        unreadable.clear()
+    yield from unreadable
 
 
-def _make_request(job: BatchJob, number: int, row: Row) -> dict[str, Any]:
-    request = {**job.options, **row.request, "id": number}
-    if row.request.get("seed") is None:
-        request["seed"] = row_seed(job.options.get("seed", 0), row.id, row.duplicate)
-    return request
+def row_seed(run_seed: int, row_id: Any) -> int:
+    """Return a row's seed: the first 53 bits of a SHA-256 of the run's seed and the row's id."""
+    digest = hashlib.sha256(json.dumps([run_seed, row_id], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
-def format_completion(result: Completion | JaxllmError) -> Answer:
-    """Return a completion, or the error in its place, as an answer."""
+def _generate(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[Row, Answer]]:
+    """Continue prompts by continuous batching. A row without a seed gets one from its id."""
+    lm.with_adapter(job.options.get("adapter"))  # raises an error before any row does
+    running = dict[int, Row]()
+
+    def requests() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            running[row.line] = row
+            seed = row.request.get("seed")
+            if seed is None:
+                seed = row_seed(job.options.get("seed", 0), row.id)
+            yield {**job.options, **row.request, "id": row.line, "seed": seed}
+
+    for line, result in lm.serve(requests(), rows=job.batch_size):
+        yield running.pop(line), _format_completion(result)
+
+
+def _format_completion(result: Completion | JaxllmError) -> Answer:
     if isinstance(result, JaxllmError):
         return {"error": str(result)}
+    complete = result.grammar_complete
     return {
         "text": result.text,
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
-        **(
-            {} if result.grammar_complete is None else {"grammar_complete": result.grammar_complete}
-        ),
+        **({} if complete is None else {"grammar_complete": complete}),
         "seed": result.seed,
     }
 
 
-def score(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
-    """Return the log-probability of each token but the first, and their sum.
+def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[Row, Answer]]:
+    """Answer rows whose task needs one pass; of a window, those with equal options together."""
+    run_task = TEXT_TASKS[job.task].run
+    run_task(lm, [], batch=job.batch_size, **job.options)  # raises an error before any row does
 
-    Texts with the same adapter run together, batched by length.
-    """
-    answers, texts = dict[int, Answer](), dict[int, list[int]]()
-    alike: dict[str | None, list[int]] = {}
-    for n, row in enumerate(rows):
+    def run(prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Answer]:
+        """Answer prompts together; if that raises an error, each half by itself."""
         try:
-            _check_row_options(row, "score", ("adapter",))
-            adapter = row.request.get("adapter", job.options.get("adapter"))
-            lm.with_adapter(adapter)
-            texts[n] = lm.encode(row.request["prompt"])
-            check_text(lm.model, 0, texts[n])
+            _check_text_options(job.task, options)
+            return run_task(lm, prompts, batch=job.batch_size, **options)
         except JaxllmError as error:
-            answers[n] = {"error": str(error)}
-        else:
-            alike.setdefault(adapter, []).append(n)
-    for adapter, members in alike.items():
-        found = _score_texts(lm.with_adapter(adapter), [texts[n] for n in members], job.rows)
-        answers |= dict(zip(members, found, strict=True))
-    return [answers[n] for n in range(len(rows))]
+            if len(prompts) == 1:
+                return [{"error": str(error)}]
+            half = len(prompts) // 2
+            return [*run(prompts[:half], options), *run(prompts[half:], options)]
+
+    while window := list(islice(rows, WINDOW * job.batch_size)):
+        alike: dict[str, list[Row]] = {}
+        for row in window:
+            own = {name: x for name, x in row.request.items() if name != "prompt"}
+            alike.setdefault(json.dumps(own, sort_keys=True), []).append(row)
+        for own_options, some in alike.items():
+            prompts = [row.request["prompt"] for row in some]
+            answers = run(prompts, {**job.options, **json.loads(own_options)})
+            yield from zip(some, answers, strict=True)
 
 
-def _score_texts(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]:
-    """Score texts together; if that raises an error, score each by itself."""
-    try:
-        found = log_probs(lm.model, lm.params, texts, batch=batch)
-    except JaxllmError as error:
-        if len(texts) == 1:
-            return [{"error": str(error)}]
-        return [answer for ids in texts for answer in _score_texts(lm, [ids], batch)]
+def _check_text_options(task: str, options: Mapping[str, Any]) -> None:
+    if task not in TEXT_TASKS:
+        names = ["generate", *TEXT_TASKS]
+        raise ConfigError(
+            f"task must be {', '.join(names)}: got {task!r:.40}{suggest_name(task, names)}"
+        )
+    names = list(TEXT_TASKS[task].options)
+    for name in options.keys() - {*names}:
+        raise ConfigError(
+            f"{task} has no option {name:.40}, only {', '.join(names)}{suggest_name(name, names)}"
+        )
+
+
+def _score(
+    lm: LM, prompts: Sequence[Any], *, batch: int, adapter: str | None = None
+) -> list[Answer]:
+    """Return the log-probability of each token but the first, and their sum."""
+    lm = lm.with_adapter(adapter)
+    texts = [lm.encode(prompt) for prompt in prompts]
     return [
         {
             "tokens": ids,
             "logprobs": shortest_floats(logprob_T),
             "logprob": float(logprob_T.sum(dtype=np.float64)),
         }
-        for ids, logprob_T in zip(texts, found, strict=True)
+        for ids, logprob_T in zip(
+            texts, log_probs(lm.model, lm.params, texts, batch=batch), strict=True
+        )
     ]
 
 
-def embed(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
-    """Return pooled hidden states. If a text is invalid, each text of the group runs by itself."""
-    try:
-        found_BD = lm.embed(_read_prompts(rows, "embed"), **_batch_options(job))
-        return [{"embedding": shortest_floats(x_D)} for x_D in found_BD]
-    except JaxllmError as error:
-        return _answer_alone(embed, lm, job, rows, error)
+def _embed(lm: LM, prompts: Sequence[Any], **options: Any) -> list[Answer]:
+    found_BD = lm.embed(prompts, show_progress=False, **options)
+    return [{"embedding": shortest_floats(x_D)} for x_D in found_BD]
 
 
-def classify(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
-    """Return the best label, the scores and the logits, in the order of the head's labels."""
-    try:
-        return describe(lm.classify(_read_prompts(rows, "classify"), **_batch_options(job)))
-    except JaxllmError as error:
-        return _answer_alone(classify, lm, job, rows, error)
+def _classify(lm: LM, prompts: Sequence[Any], **options: Any) -> list[Answer]:
+    return describe(lm.classify(prompts, show_progress=False, **options))
 
 
-def _read_prompts(rows: Sequence[Row], task: str) -> list[Any]:
-    for row in rows:
-        _check_row_options(row, task, ())
-    return [row.request["prompt"] for row in rows]
+class TextTask(NamedTuple):
+    """A task of one pass. run: returns the answers to prompts. options: their names."""
+
+    run: Callable[..., list[Answer]]
+    options: tuple[str, ...]
 
 
-def _batch_options(job: BatchJob) -> dict[str, Any]:
-    return {"batch": job.rows, "show_progress": False, **job.options}
-
-
-def _answer_alone(
-    run: Callable[[LM, BatchJob, Sequence[Row]], list[Answer]],
-    lm: LM,
-    job: BatchJob,
-    rows: Sequence[Row],
-    error: JaxllmError,
-) -> list[Answer]:
-    """Return the answers of rows that failed together, each run by itself."""
-    if len(rows) == 1:
-        return [{"error": str(error)}]
-    return [answer for row in rows for answer in run(lm, job, [row])]
-
-
-def _check_row_options(row: Row, task: str, allowed: Sequence[str]) -> None:
-    for name in row.request:
-        if name not in ("prompt", *allowed):
-            raise SamplingError(f"line {row.line}: {task} does not support {name} in a row")
-
-
-def _check_embed(lm: LM, options: Mapping[str, Any]) -> None:
-    lm.embed([], show_progress=False, **options)
-
-
-def _check_classify(lm: LM, options: Mapping[str, Any]) -> None:
-    lm.classify([], show_progress=False, **options)
-
-
-def _check_adapter(lm: LM, options: Mapping[str, Any]) -> None:
-    lm.with_adapter(options.get("adapter"))
-
-
-_OPTIONS = {
-    "score": ("adapter",),
-    "embed": ("layer", "pooling", "normalize", "prompt_name", "instruction", "adapter"),
-    "classify": ("adapter",),
-}
-TASKS = {
-    "generate": Task(
-        generate,
-        _check_adapter,
-        {
-            "text": "string",
-            "tokens": "list<int32>",
-            "finish_reason": "string",
-            "grammar_complete": "bool",
-            "seed": "uint64",
-        },
+TEXT_TASKS = {
+    "score": TextTask(_score, ("adapter",)),
+    "embed": TextTask(
+        _embed, ("layer", "pooling", "normalize", "prompt_name", "instruction", "adapter")
     ),
-    "score": Task(
-        score,
-        _check_adapter,
-        {"tokens": "list<int32>", "logprobs": "list<float32>", "logprob": "float64"},
-    ),
-    "embed": Task(embed, _check_embed, {"embedding": "list<float32>"}),
-    "classify": Task(
-        classify,
-        _check_classify,
-        {"label": "string", "scores": "list<float32>", "logits": "list<float32>"},
-    ),
+    "classify": TextTask(_classify, ("adapter",)),
 }

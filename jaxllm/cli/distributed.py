@@ -19,7 +19,7 @@ COMMANDS = (
 _RUN_ONCE = "runs in a single process: leave out --distributed"
 # Why other commands run in one process, and what to do.
 SINGLE_PROCESS = {
-    "batch": "starts its own processes: --workers N, or --ray ADDRESS across machines",
+    "batch": "runs in one process: use --ray ADDRESS for many machines",
     "compress": "processes whole layers on one device: leave out --distributed",
     "train rl": "samples and trains on one device: leave out --distributed",
     "serve": "runs its model in one process: start several, or Ray Serve with replicas=N",

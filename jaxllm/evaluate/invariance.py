@@ -2,26 +2,26 @@
 
 Each way of running it is compared with the text alone in one pass: first the activations of every
 layer, then a sampled continuation with its log-probabilities. A model on a mesh is also compared
-with one device, but not as a tree and not in other processes.
+with one device, but not as a tree and not in another process.
 """
 
 import dataclasses
 import itertools
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxllm.batch_inference.job import BatchJob
-from jaxllm.batch_inference.processes import ProcessWorkers
-from jaxllm.batch_inference.rows import Row
-from jaxllm.batch_inference.runner import stream
 from jaxllm.cache.batch_ops import fork
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
+from jaxllm.generation.completion import Completion
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.lm import LM, to_one_device
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
@@ -65,7 +65,7 @@ def check_invariance(
 
     Args:
         length: Tokens of the text; its continuation has `new_tokens`.
-        load: Loads the model in other processes, so it can be pickled; None: compare none.
+        load: Loads the model in another process, so it can be pickled; None: compare none.
     """
     lm = dataclasses.replace(lm, model=make_invariant(lm.model))
     rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def check_invariance(
         _compare_passes(lm, text_T, others_RT),
         _compare_texts(lm, text_T, others_RT, new_tokens),
         _compare_grammars(lm, text_T, new_tokens),
-        () if load is None else _compare_workers(lm, load, text_T, new_tokens),
+        () if load is None else _compare_process(lm, load, text_T, new_tokens),
     ):
         show(finding)
         findings.append(finding)
@@ -224,28 +224,30 @@ def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[F
     yield _compare_text("served with a grammar", wanted, served["it"])
 
 
-def _compare_workers(
+def _compare_process(
     lm: LM, load: Callable[[], LM], text_T: np.ndarray, new_tokens: int
 ) -> Iterator[Finding]:
-    """Compare texts and log-probabilities of two processes with one thread each."""
-    prompts = [text_T.tolist(), text_T[::-1].tolist(), text_T[: text_T.size // 2].tolist()]
+    """Compare a continuation and log-probabilities with those of a process with one thread."""
     options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": 7}
-    wanted = [lm.generate(prompt, **options).tokens for prompt in prompts]
+    arguments = text_T.tolist(), options
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _use_one_thread) as pool:
+        found, found_T = pool.submit(_load_and_answer, load, *arguments).result()
+    wanted, wanted_T = _answer(lm, *arguments)
+    yield _compare_text("another process", wanted, found)
+    name = "log-probabilities"
+    yield _compare("scored by another process", {name: wanted_T}, {name: found_T})
 
-    def run(task: str, **options: Any) -> list[dict[str, Any]]:
-        rows = [Row(i, i, {"prompt": prompt, **options}) for i, prompt in enumerate(prompts)]
-        job = BatchJob(task=task, options={}, group=1, threads=1)
-        return list(stream(rows, job, ProcessWorkers(load, 2)))
 
-    drawn = [answer.get("tokens") for answer in run("generate", **options)]
-    scored = run("score")
-    error = 0.0 if drawn == wanted else float("nan")
-    yield Finding("two workers of one thread", "" if drawn == wanted else "text", error)
-    error = max(
-        float(np.abs(np.asarray(answer["logprobs"], np.float32) - lm.log_probs(prompt)).max())
-        for prompt, answer in zip(prompts, scored, strict=True)
-    )
-    yield Finding("scored by two workers", "log-probabilities" if error else "", error)
+def _use_one_thread() -> None:
+    os.environ["PJRT_NPROC"] = "1"  # read once XLA creates its CPU client
+
+
+def _load_and_answer(load: Callable[[], LM], *arguments: Any) -> tuple[Completion, np.ndarray]:
+    return _answer(load(), *arguments)
+
+
+def _answer(lm: LM, prompt: list[int], options: Any) -> tuple[Completion, np.ndarray]:
+    return lm.generate(prompt, **options), lm.log_probs(prompt)
 
 
 def _compare_text(way: str, wanted: Any, found: Any, logprobs: bool = True) -> Finding:

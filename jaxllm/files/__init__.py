@@ -18,7 +18,7 @@ from jaxllm.files.atomic import (
     write_json,
 )
 from jaxllm.files.json_log import JsonLog
-from jaxllm.files.jsonl import read_json_lines, split_lines
+from jaxllm.files.jsonl import iterate_lines, read_json_lines, split_lines
 from jaxllm.files.memory_limit import check_memory, machine_memory, release_pages
 from jaxllm.files.reading import (
     as_path,
@@ -44,6 +44,7 @@ __all__ = [
     "compile_pattern",
     "copy_files",
     "finite_json",
+    "iterate_lines",
     "lock_file",
     "machine_memory",
     "match_names",

@@ -89,13 +89,14 @@ class JsonLog:
                     " name another file"
                 )
             JOURNAL.check(found, self.path)
-            _check_facts(self.path, found["facts"], json.loads(json.dumps(facts)))
+            check_facts(self.path, found["facts"], json.loads(json.dumps(facts)))
             self._ends.append(len(first))
             while (line := file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):
                 self._ends.append(self._ends[-1] + len(line))
 
 
-def _check_facts(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_facts(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, with the differences, if a file was written with other settings."""
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
         changes = [f"{n} was {old.get(n)!r:.60}, is {new.get(n)!r:.60}" for n in names]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxllm.errors import CheckpointError, JaxllmError
 from jaxllm.files.reading import MAX_BYTES, MAX_JSON_BYTES, open_regular, parse_json, regular_size
@@ -37,17 +37,29 @@ def read_json_lines(
             f"{path} is too large: got {size:,} bytes, expected at most {max_bytes:,}"
         )
     with open_regular(path) as file:
-        number = 0
-        while line := file.readline(MAX_JSON_BYTES + 1):
-            number += 1
+        for number, line in iterate_lines(file, f"{path}, ", error):
             where = f"{path}, line {number}"
-            if len(line) > MAX_JSON_BYTES:
-                raise error(f"{where} is too long: expected at most {MAX_JSON_BYTES:,} bytes")
-            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if not line.strip():
-                continue
             try:
                 text = line.decode()
             except UnicodeDecodeError as problem:
                 raise CheckpointError(f"{where} is not UTF-8 text (byte {problem.start})") from None
             yield where, parse_json(text, where, error)
+
+
+def iterate_lines(
+    file: BinaryIO, where: str = "", error: type[JaxllmError] = CheckpointError
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and bytes of each line that is not blank, without a byte order mark.
+
+    Raises `error` for a line of more than `MAX_JSON_BYTES` bytes. where: before its number.
+    """
+    number = 0
+    while line := file.readline(MAX_JSON_BYTES + 1):
+        number += 1
+        if len(line) > MAX_JSON_BYTES:
+            raise error(
+                f"{where}line {number} is too long: expected at most {MAX_JSON_BYTES:,} bytes"
+            )
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if line.strip():
+            yield number, line

@@ -58,7 +58,7 @@ READS = (
     "embed demo:llama --file BAD",
 )
 WRITES = (
-    "batch demo:llama LINES -n 2 --workers 0 --out BAD",
+    "batch demo:llama LINES -n 2 --out BAD",
     "generate -p Once -n 2 --prompt-cache BAD",
     "convert demo:llama BAD",
     "convert demo:llama BAD --to-hf",

@@ -1,8 +1,9 @@
-"""Ray Data equals worker processes; Ray Serve batches and streams requests."""
+"""Ray Data equals this process; Ray Serve batches and streams requests."""
 
-import json
+import io
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,11 @@ import openai
 import pytest
 
 import jaxllm
-from jaxllm.batch_inference.deployment import build
-from jaxllm.batch_inference.job import BatchJob
-from jaxllm.batch_inference.processes import InProcessWorkers
-from jaxllm.batch_inference.ray_data import RayWorkers, connect_ray
-from jaxllm.batch_inference.rows import read_lines
-from jaxllm.batch_inference.runner import run_job
+from jaxllm.batch_inference.ray import answer_on_ray, build
+from jaxllm.batch_inference.rows import parse_lines
+from jaxllm.batch_inference.tasks import Answer, BatchJob, answer_rows
 from jaxllm.errors import ConfigError
-from tests.batch_inference.crashing_models import (
-    OPTIONS,
-    check_crashing_rows,
-    load_crashing_lm,
-    read_answers,
-)
+from jaxllm.lm import LM
 from tests.conftest import ROOT
 from tests.server.processes import make_client
 
@@ -32,51 +25,79 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore"),  # Ray's own: resource and deprecation warnings
 ]
+OPTIONS = {"max_new_tokens": 4, "temperature": 1.0, "seed": 5}
+LINES = b"".join(b"%r\n" % ([5 + n] * (1 + n % 5)) for n in range(20))
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """A private Ray cluster whose workers can import the tests."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxllm[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxllm[ray]'")
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
-    found, own = connect_ray("local", 3)
-    assert own
-    yield found
-    found.shutdown()
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
     if before is None:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
 
 
+def answer(load: Any, task: str = "generate", lines: bytes = LINES) -> dict[Any, Answer]:
+    job = BatchJob(task=task, options=OPTIONS if task == "generate" else {}, batch_size=2)
+    rows = parse_lines(io.BytesIO(lines))
+    return {row.id: x for row, x in answer_on_ray(load, job, rows, address="local", workers=2)}
+
+
 @pytest.mark.parametrize("task", ["generate", "score", "embed"])
-def test_ray_actors_equal_in_process_results(
-    task: str, ray: Any, model: Path, tmp_path: Path
-) -> None:
-    rows = read_lines([json.dumps([5 + n] * (1 + n % 5)) for n in range(20)] + ["{", "[999999]"])
-    job = BatchJob(task=task, options=OPTIONS if task == "generate" else {}, rows=2, group=3)
+def test_ray_actors_equal_this_process(task: str, ray: Any, model: Path) -> None:
     load = partial(jaxllm.load, model, show_progress=False)
-    assert run_job(rows, job, RayWorkers(load, 2), tmp_path / "ray.jsonl") == (22, 2)
-    run_job(rows, job, InProcessWorkers(load), tmp_path / "here.jsonl")
-    found, expected = (read_answers(tmp_path / f"{name}.jsonl") for name in ("ray", "here"))
-    for one, other in zip(found, expected, strict=True):
+    lines = LINES + b"{\n[999999]\n"
+    found = answer(load, task, lines)
+    job = BatchJob(task=task, options=OPTIONS if task == "generate" else {}, batch_size=2)
+    expected = list(answer_rows(load(), job, parse_lines(io.BytesIO(lines))))
+    assert len(found) == len(expected) == 22
+    assert sum("error" in x for x in found.values()) == 2
+    for row, x in expected:
+        other = found[row.id]
         for column in ("logprobs", "logprob", "embedding"):  # thread counts differ
-            assert one.pop(column, 0) == pytest.approx(other.pop(column, 0), abs=1e-5)
-        assert one == other
+            assert x.pop(column, 0) == pytest.approx(other.pop(column, 0), abs=1e-5)
+        assert x == other
 
 
-def test_crashed_actors_are_replaced_and_rows_fail(ray: Any, model: Path, tmp_path: Path) -> None:
-    """Crashed actors are replaced; only rows that crash them repeatedly or raise get an error."""
-    workers = RayWorkers(partial(load_crashing_lm, model), 2)
-    check_crashing_rows(workers, model, tmp_path / "out")
+class CrashingLM:
+    """A model whose process is killed by its first rows, once or always."""
+
+    def __init__(self, lm: LM, once: Path | None) -> None:
+        self.lm, self.once = lm, once
+
+    def with_adapter(self, adapter: None) -> LM:
+        return self.lm
+
+    def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        if self.once is None or not self.once.exists():
+            if self.once is not None:
+                self.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from self.lm.serve(requests, rows=rows)
+
+
+def load_crashing(model: Path, once: Path | None) -> Any:
+    return CrashingLM(jaxllm.load(model, show_progress=False), once)
+
+
+def test_crashed_actor_is_replaced(ray: Any, model: Path, tmp_path: Path) -> None:
+    """The rows of an actor that is killed once run again; if they always kill it, the job ends."""
+    found = answer(partial(load_crashing, model, tmp_path / "once"))
+    assert found == answer(partial(jaxllm.load, model, show_progress=False))
+    with pytest.raises(ConfigError, match="Ray at 'local': "):
+        answer(partial(load_crashing, model, None))
 
 
 def test_model_load_error_is_raised(ray: Any, tmp_path: Path) -> None:
-    job = BatchJob(task="generate", options=OPTIONS)
-    load = partial(jaxllm.load, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
-        run_job(read_lines(["[5]"]), job, RayWorkers(load, 1), tmp_path / "out")
+        answer(partial(jaxllm.load, tmp_path / "nowhere"))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +139,7 @@ def test_deployment_refuses_invalid_requests(url: str) -> None:
         client.completions.create(model="demo:llama", prompt="x", temperature=-1)
 
 
-def test_deployment_arguments_are_checked(ray: Any) -> None:
+def test_deployment_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="unknown argument modle: did you mean model"):
         build({"modle": "demo:llama"})
     with pytest.raises(ConfigError, match="must be integers"):

@@ -69,7 +69,7 @@ def test_every_command_is_distributed_or_single_process() -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("batch", "--workers N, or --ray"),
+        ("batch", "use --ray ADDRESS"),
         ("compress", "on one device"),
         ("convert", ""),
         ("plan", "runs no model"),

@@ -11,18 +11,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.batch_inference.job import BatchJob
-from jaxllm.batch_inference.processes import InProcessWorkers, available_cores
 from jaxllm.batch_inference.rows import Row
-from jaxllm.batch_inference.runner import answer_rows
-from jaxllm.batch_inference.worker import model_identity
+from jaxllm.batch_inference.run import run_job, settings_file
+from jaxllm.batch_inference.tasks import BatchJob, answer_rows
 from jaxllm.cache.files import fingerprint
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import atomic_file, path_exists
+from jaxllm.files import atomic_file, path_exists, read_json_lines
 from jaxllm.lm import LM
 from jaxllm.runtime.multihost import broadcast_from_zero, is_multiprocess
 from jaxllm.runtime.validation import is_integer
@@ -47,7 +46,6 @@ def write_completions(
     options: Mapping[str, Any],
     *,
     rows: int = 8,
-    group: int = 64,
     show_progress: bool | None = None,
 ) -> WriteSummary:
     """Let the teacher complete each prompt, and write a new file of training data.
@@ -57,7 +55,6 @@ def write_completions(
     Args:
       options: of `LM.generate`; each prompt has a seed of its own.
       rows: prompts that run at once.
-      group: prompts whose answers are saved together.
 
     Raises:
       ConfigError: if there are no prompts, the seed is not an integer, or all prompts fail.
@@ -73,35 +70,32 @@ def write_completions(
     if path_exists(path):
         raise CheckpointError(f"{path} exists: name another file")
     seed = int(options.get("seed", 0))
-    job = BatchJob(
-        task="generate",
-        options=options,
-        rows=rows,
-        group=group,
-        threads=len(available_cores()),
-        metadata={"teacher": model_identity(teacher)},
-    )
     requests = [
         Row(i + 1, i, {"prompt": prompt, "seed": (seed + i) % (1 << 63)})
         for i, prompt in enumerate(prompts)
     ]
-    with answer_rows(
-        requests,
+    job = BatchJob(task="generate", options=options, batch_size=rows)
+    answers = path.with_name(f"{path.name}.answers")
+    run_job(
         job,
-        InProcessWorkers(lambda: teacher),
-        path.with_name(f"{path.name}.parts"),
-        hint="the same command resumes from there",
+        lambda: requests,
+        partial(answer_rows, teacher, job),
+        answers,
+        facts={"teacher": fingerprint(teacher.params)},
         show_progress=show_progress,
-    ) as answers:
-        results = list(answers)
-        texts = {x["id"]: x["text"] for x in results if x.get("text") is not None}
-        if not texts:
-            first = next((x["error"] for x in results if "error" in x), "no text")
-            raise ConfigError(f"the teacher failed on all prompts: {first}")
-        with atomic_file(path, "w") as file:
-            for i, text in texts.items():
-                row = {"prompt": prompts[i], "completion": text}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    )
+    lines = read_json_lines(answers, CheckpointError, max_bytes=None)
+    results = sorted((line for _, line in lines), key=lambda line: line["id"])
+    texts = {x["id"]: x["text"] for x in results if x.get("text") is not None}
+    if not texts:
+        first = next((x["error"] for x in results if "error" in x), "no text")
+        raise ConfigError(f"the teacher failed on all prompts: {first}")
+    with atomic_file(path, "w") as file:
+        for i, text in texts.items():
+            row = {"prompt": prompts[i], "completion": text}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    answers.unlink()
+    settings_file(answers).unlink()
     return WriteSummary(len(texts), len(prompts) - len(texts))
 
 

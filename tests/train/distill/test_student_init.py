@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import JsonLog
 from jaxllm.generation.completion import Completion
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import sequence_kd, student_init
@@ -40,14 +39,17 @@ class Writer:
 
     params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
     config, model = "config", SimpleNamespace(precision="float32")
-    generation, adapters, adapter = MappingProxyType({}), (), None
+    stop = 3  # texts that it writes
 
     def with_adapter(self, adapter: None) -> "Writer":
         return self
 
     def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        served = 0
         for some in batched(requests, 2):
             for request in reversed(some):
+                if (served := served + 1) > self.stop:
+                    raise KeyboardInterrupt
                 text = f"{request['prompt']}, seed {request['seed']}"
                 yield request["id"], Completion(text, [1], [0.0], "stop", 1)
 
@@ -75,9 +77,7 @@ def test_write_completions_equals_generate(shallow: Callable[[str], Path], tmp_p
 OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
 
 
-def test_write_completions_resumes_after_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_completions_resumes_after_interruption(tmp_path: Path) -> None:
     """Completions stay in prompt order; a resumed run writes the same bytes, and mismatched or
     existing outputs are refused.
     """
@@ -93,23 +93,16 @@ def test_write_completions_resumes_after_interruption(
         f"{p}, seed {i}" for i, p in enumerate(prompts)
     ]
 
-    path, append = tmp_path / "killed.jsonl", JsonLog.append
-
-    def killed(self: JsonLog, value: Any) -> Any:
-        append(self, value)
-        if value.get("group") == 1:
-            with open(self.path, "r+b") as file:  # truncate in the middle of a line
-                file.truncate(self.path.stat().st_size - 9)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(JsonLog, "append", killed)
+    path, answers = tmp_path / "killed.jsonl", tmp_path / "killed.jsonl.answers"
+    teacher.stop = 2
     with pytest.raises(KeyboardInterrupt):
-        sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
+        sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2)
     assert not path.exists()
-    monkeypatch.setattr(JsonLog, "append", append)
+    answers.write_bytes(answers.read_bytes()[:-9])
+    teacher.stop = 3
     with pytest.raises(CheckpointError, match="belongs to another run: input was"):
-        sequence_kd.write_completions(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
-    sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
+        sequence_kd.write_completions(teacher, prompts[:1], path, OPTIONS, rows=2)
+    sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2)
     assert path.read_bytes() == whole.read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):
