@@ -8,6 +8,7 @@ runs `jaxllm serve` in each replica of Ray Serve, with OpenAI's interface, its o
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -50,15 +51,18 @@ def answer_on_ray(
         if not is_connected:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         cores = max(1, int(ray.cluster_resources()["CPU"]) // workers)
-        answered = ray.data.from_items([json.dumps(row) for row in rows]).map_batches(
-            _Actor,
-            fn_constructor_args=(load_model, job, cores),
-            batch_size=WINDOW * job.batch_size,
-            compute=ray.data.ActorPoolStrategy(size=workers),
-            num_cpus=cores,
-            max_restarts=TRIES,
-            max_task_retries=TRIES,
-        )
+        data = ray.data.from_items([json.dumps(row) for row in rows])
+        with warnings.catch_warnings():  # of the last two arguments, which have no successors yet
+            warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+            answered = data.map_batches(
+                _Actor,
+                fn_constructor_args=(load_model, job, cores),
+                batch_size=WINDOW * job.batch_size,
+                compute=ray.data.ActorPoolStrategy(size=workers),
+                num_cpus=cores,
+                max_restarts=TRIES,
+                max_task_retries=TRIES,
+            )
         for item in answered.iter_rows():
             row, answer = json.loads(item["answered"])
             yield Row(*row), answer
@@ -122,7 +126,9 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
 
 
 def _import_ray(name: str) -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported
+    # Read when Ray is imported: no usage report, and no lines of its C++ on stderr.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
         import_module("ray.data")
         return import_module(name)
