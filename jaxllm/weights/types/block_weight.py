@@ -198,7 +198,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> Any:
         splits_block = begin % SUPER or end % SUPER
-        if not self._is_stored or (splits_block and self.ndim == 2):  # groups of 32 can be split off
+        if not self._is_stored or (splits_block and self.ndim == 2):  # integers have groups of 32
             return self.to_int_weight().with_columns(begin, end)
         group_slice(self.format, begin, end, self.columns, SUPER)
         first, last = (BLOCK_TYPES[self.type].row_bytes(at) for at in (begin, end))
