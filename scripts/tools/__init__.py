@@ -12,6 +12,7 @@ execute_notebooks: execution of the notebooks, whose outputs are stored.
 gpu_programs: what programs for a GPU consist of, compiled without one.
 real_golden: what llama.cpp computes for the model of `make test-real`.
 check_links: every link of the built site, without a network.
+count_lines: count the package's lines, records, errors and modules with one importer.
 write_file_fixtures: small files of every kind, which later versions must read.
 make_checkpoint: a random checkpoint with a published model's shape.
 """
