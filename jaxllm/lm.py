@@ -366,10 +366,10 @@ class LM:
     ) -> np.ndarray:
         """Return one vector per text, float32 `[N, D]`: the pooled hidden states of a layer.
 
-        `texts` are text or token ids, and `adapter` is a name, as for `generate`. A text gets the
-        token at its end that the checkpoint's tokenizer puts there, and in front of it a prompt:
-        the one that the checkpoint calls `prompt_name` ("query"), or, with an `instruction`, the
-        queries' form of Qwen3-Embedding. Token ids are used unchanged.
+        `texts` are text or token ids, and `adapter` is a name, as for `generate`. The tokenizer's
+        end token is appended to a text, and a prompt is put in front of it: the checkpoint's prompt
+        `prompt_name` ("query"), or, with an `instruction`, the form of Qwen3-Embedding's queries.
+        Token ids are used unchanged.
 
         Options and errors are those of `jaxllm.generation.embeddings.embeddings` (layer, pooling,
         normalize, batch, show_progress); any other option raises ConfigError. The defaults of
@@ -608,13 +608,12 @@ def load(
         place: a function of an array's path and the array that returns its device or sharding, or
             None for the default.
         mesh: the device mesh to shard the model over, as "data=2,tensor=4" (`jaxllm.sharding`),
-            instead
-            of `place`.
+            instead of `place`.
         exact: with `mesh`, compute the same bits as one device, with twice the communication.
         fsdp: with `mesh`, also shard each matrix over `data`, for training.
         strict: raise for unused fields of config.json or keys of a GGUF file, instead of warning.
-        keep_programs: save the programs that this process compiles from now on, so that the next
-            process starts faster, as commands do: True for the user's cache directory, or a folder
+        keep_programs: keep compiled programs on disk, as commands do, so that the next process
+            starts faster: True for the user's cache directory, or a folder
             (`jaxllm.ops.compile_cache.enable_compile_cache`).
         show_progress: show a progress bar; by default on a terminal, and in a notebook after two
             seconds.

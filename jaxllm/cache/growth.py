@@ -58,7 +58,11 @@ def commit(cache: KVCache, delta: Delta, node: Any = None, *, donate: bool = Fal
 
 
 def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = ()) -> KVCache:
-    """Commit without checks, inside compiled programs. after: see `write_at_cursor`."""
+    """Commit without checks, inside compiled programs.
+
+    Args:
+        wait_for: Arrays that must be computed before the write.
+    """
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
     write = cache.writer or write_at_cursor

@@ -34,7 +34,7 @@ class PrefixCacheStats:
 
     Attributes:
         queried_tokens: Prompt tokens of all requests.
-        hit_tokens: Those of them that were found, so that they did not run.
+        hit_tokens: Prompt tokens that were in the cache, so that they did not run.
         entries: Chunks held.
         nbytes: Bytes held.
         evictions: Chunks dropped so far.

@@ -126,7 +126,7 @@ Exact = Annotated[
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Raise an error for checkpoint settings that nothing reads."),
+    typer.Option("--strict", help="Fail on unknown settings of a checkpoint."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -60,14 +60,14 @@ def serve(
       unix: Unix socket to listen on instead, which only you can open.
       name: Name of the model for clients; repeatable [default: the file's name].
       api_key_file: File with the keys that clients must send, one a line.
-      cors: Web page that may ask, such as https://example.org; * for all; repeatable.
+      cors: Allowed CORS origin, such as https://example.org; * for all; repeatable.
       allow_host: Name under which clients reach a server without keys, besides localhost, addresses
         and --host: a page of another site could give itself this machine's address; * for all;
         repeatable.
       rows: Requests that run at once.
       capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
       max_waiting: Requests that may wait; more get status 429.
-      max_waiting_tokens: Tokens of their prompts, likewise.
+      max_waiting_tokens: Prompt tokens of the requests that wait; more get status 429.
       prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
         rest. Answers have the same bits with and without; 0 keeps nothing.
       public_prefix: File with a system message or a text that runs once, for all API keys: their
@@ -102,7 +102,7 @@ def serve(
         max_waiting=max_waiting, body_bytes=parse_bytes("--max-body", max_body), rerank=rerank,
     )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1") and unix is None and not keys:
-        log(f"jaxllm: anybody who reaches {host} may ask; --api-key-file requires a key")
+        log(f"jaxllm: warning: other machines reach {host} without a key (--api-key-file)")
     client = ModelClient(
         partial(load_model, loading, model, chat_template, pooling),
         ModelSettings(

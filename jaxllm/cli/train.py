@@ -292,7 +292,7 @@ def distill(
       top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
       on_policy: Share of steps on texts sampled from the student (GKD).
       hidden: Additional loss on hidden states: mse or cosine.
-      written: Train on texts that the teacher generates from this many tokens of each example.
+      written: Train on the teacher's continuations of this many tokens of each example.
       max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what fits].
     """
     with spinner("starting"):

@@ -63,9 +63,12 @@ class LanguageModel(Protocol):
 class GenerationConfig:
     """Options of one call of `LM.generate` or `LM.stream`; most fields have the options' names.
 
-    max_new_tokens: a number, or one per sequence. seed: likewise; "random" is replaced by the
-    number drawn for it. adapter: a name, or one per prompt; None means the default adapter.
-    matcher: of the empty text, if there is a grammar. edits: of all rows, as `generate` takes them.
+    Attributes:
+        max_new_tokens: A number, or one per sequence.
+        seed: Likewise; "random" is replaced by the number drawn for it.
+        adapter: A name, or one per prompt; None means the default adapter.
+        matcher: The state of the grammar at the beginning of a text; None without a grammar.
+        edits: For all rows, as for `generate`.
     """
 
     decoder: "Decoder"

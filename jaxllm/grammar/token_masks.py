@@ -1,7 +1,7 @@
 """Masks of grammars inside compiled programs: a call from XLA to Python with the text so far.
 
 A mask depends on nothing but the grammar and the generated tokens. So the loops that fork, rewind,
-reorder or speculate need not know of it: whatever text they hold, its mask is that of this text.
+reorder or speculate need not know of it.
 The matchers of recent texts are kept; the one of a text is made from that of the text before its
 last token.
 """

@@ -31,7 +31,7 @@ Metric = Callable[[jax.Array], jax.Array]  # from a text's last logits [V] to on
 Edited = dict[str, Any]  # from sites' names to edits
 _Run = tuple[jax.Array, dict[str, jax.Array]]  # logits and sites
 _SHORTEST = 16  # tokens of a suffix: shorter ones would each compile
-# What a layer adds to the stream, and the stream: sites that no frozen site of a layer follows.
+# What a layer adds to the stream, and the stream. No frozen site of the same layer comes after one.
 SENDERS = (
     "attn.z", "attn.output", "attn_out", "mlp.output", "mlp_out",
     "resid_pre", "resid_mid", "resid_post",

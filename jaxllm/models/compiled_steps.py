@@ -1,4 +1,4 @@
-"""Compiled steps: what `jaxllm.steps` runs once its input is checked. Nothing here checks any.
+"""The compiled steps behind `jaxllm.steps`, which has checked their input.
 
 All passes of a model over tokens call `run_model`, also those of other compiled loops.
 """
@@ -98,7 +98,7 @@ def run_model(
         row_B: the row of the segments that each row of tokens reads; by default its own.
         branches: the nodes of a tree that each row of one token attends to.
         edits: checked (`site_inputs.check_edits`).
-        read: the sites that every layer's trace has, without layers.
+        read: the names of sites, without layer numbers, that every layer records.
     """
     if segments and not memory and any(map(model.config.memory_shape, range(len(segments[0].k)))):
         raise ConfigError(

@@ -50,16 +50,19 @@ class Family:
     family has no such module.
 
     Attributes:
-        config, module: The classes of configuration and model. tokens, positions: Paths of the
-        token and learned-position tables. embeddings, norm: Activation names of the embeddings and
-        of the final norm's output. layers: Path of the layers, without their number.
-        attention_norm, mlp_norm: The norms before attention and before the MLP. attention:
-        Activation name of attention's output. mlp_down: The MLP's last linear. block: The class of
-        a layer. linear_groups: A layer's linears in execution order, without experts; a layer may
-        lack some. head_linears: Linears sharded by key/value head with its query heads.
-        channel_linears: Linears sharded by hidden channel of the MLP. expert_linears: Likewise by
-        hidden channel of each expert, in families whose channels are not
-            sharded, with the linears of their dense layers.
+        config, module: The classes of configuration and model.
+        token_table, position_table: Paths of the token and learned-position tables.
+        embeddings, norm: Activation names of the embeddings and of the final norm's output.
+        layers: Path of the layers, without their number.
+        attention_norm, mlp_norm: The norms before attention and before the MLP.
+        attention: Activation name of attention's output.
+        mlp_down: The MLP's last linear.
+        block: The class of a layer.
+        linear_groups: A layer's linears in execution order, without experts; a layer may lack some.
+        head_linears: Linears sharded by key/value head with its query heads.
+        channel_linears: Linears sharded by hidden channel of the MLP.
+        expert_linears: Linears of experts that are sharded by hidden channel of each expert, with
+            the linears of dense layers, in families whose `channel_linears` are not sharded.
         head_norms: Norms over all heads at once.
         width_fields: The config fields with the number of hidden channels.
         router: The router, in place of `mlp_down` in layers with experts.

@@ -57,10 +57,10 @@ class ParallelHooks(NamedTuple):
     """Hooks for layers whose tokens are sharded over devices.
 
     Attributes:
-        attend: Attention; None: this device has all tokens that its heads need. gather_tokens:
-        Gathers the tokens of the residual stream between linears; None: not sharded. global_sync:
-        Whether attention synchronizes all devices of the mesh, not only those that run the
-            same layers.
+        attend: Attention; None: this device has all tokens that its heads need.
+        gather_tokens: Gathers the tokens of the residual stream between linears; None: not sharded.
+        global_sync: Whether attention synchronizes all devices of the mesh, not only those that run
+            the same layers.
     """
 
     attend: AttendFunction | None = None

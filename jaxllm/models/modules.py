@@ -92,7 +92,12 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm. plus: offset added to the weights."""
+    """RMS norm.
+
+    Attributes:
+        eps: Added to the mean square.
+        weight_offset: Added to the weights (1 for Gemma).
+    """
 
     eps: float
     weight_offset: float = 0.0

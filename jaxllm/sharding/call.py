@@ -30,7 +30,10 @@ from jaxllm.weights.paths import Params
 
 
 class SplitTrace(Trace):
-    """A trace of tokens that are split over devices: a write that waited for it would gather it."""
+    """A trace of tokens that are split over devices.
+
+    Writes do not wait for its outputs, since that would gather them on every device.
+    """
 
     @property
     def read_outputs(self) -> tuple[jax.Array, ...]:

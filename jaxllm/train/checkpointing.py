@@ -44,7 +44,7 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
 
     Args:
       setup: its model is taken without its mesh, since a state can be resumed on any mesh.
-      plan: a `loop.Plan`. Like the optimizer it is compared field by field.
+      plan: a `TrainPlan`. Like the optimizer it is compared field by field.
       extra: other settings by name, such as the digests of the data.
     """
     named = {

@@ -1,8 +1,8 @@
 """Low-rank factorization: SVD, ASVD and SVD-LLM.
 
 Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. The
-methods minimize different errors: `svd` that of the weights, `asvd` that of the weights times
-the size of their inputs, `svdllm` that of the outputs. On the models in BENCHMARKS.md, `svdllm`
+methods minimize different errors: `svd` the error of the weights, `asvd` that error scaled by the
+size of the inputs, `svdllm` the error of the outputs. On the models in BENCHMARKS.md, `svdllm`
 loses the least quality and the other two are about equal; int4 loses less than any of them, in
 fewer bytes.
 

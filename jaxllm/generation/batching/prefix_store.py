@@ -1,4 +1,4 @@
-"""What a prompt of a serving loop need not run: entries of a prefix cache, and shared texts.
+"""Beginnings of prompts that are already computed: entries of a prefix cache, and shared texts.
 
 An entry is copied into the row that uses it. A shared text is a frozen segment of the loop's cache,
 which rows read in place; they differ in how many of its tokens they see.

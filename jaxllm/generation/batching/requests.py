@@ -22,12 +22,13 @@ class Request:
     """A prompt to continue, with its own sampler, seed and limits.
 
     Attributes:
-        id: Chosen by the caller; copied into the request's events. prompt: Token ids. sampler: A
-        sampler for one row, as from `make_sampler`; greedy by default. eos_token_ids: Any of these
-        ends the text. until: Called with each new token; a true result stops the request after it.
+        id: Chosen by the caller; copied into the request's events.
+        prompt: Token ids.
+        sampler: A sampler for one row, as from `make_sampler`; greedy by default.
+        eos_token_ids: Any of these ends the text.
+        until: Called with each new token; a true result stops the request after it.
         is_cancelled: Called between steps, for example `threading.Event().is_set`. A true result
-        frees
-            the row; the request's last event is then CANCELLED.
+            frees the row; the request's last event is then CANCELLED.
         adapter: Index of a LoRA adapter if the parameters hold several, -1 for none. Set it for all
             requests or for none.
         top_logprobs: Number of likeliest tokens to report per step, at most `MAX_TOP_LOGPROBS`.

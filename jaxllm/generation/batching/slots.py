@@ -29,19 +29,22 @@ from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 Array = Any  # a jax or numpy array
 Sites = dict[str, jax.Array]  # what was read, by full name
 OutputKind = Literal["logits", "hidden"]
-ALONE = 32  # longer runs fill the processor alone, and need no programs for several rows
+ALONE = 32  # tokens: a longer run already uses all cores, and is never batched with others
 
 
 class TokenRun(NamedTuple):
     """Consecutive tokens of one sequence, or of several sequences with the same text.
 
     Attributes:
-        rows: The sequences. index_T: Indices of the tokens in the caller's batch. token_T: Token
-        ids. position_T: Positions in the text. slot_T: Cache slots to write: the row's own, or
-        shared ones if there are several rows. output_T: Which tokens need an output. length: Length
-        of the text including tokens of it that are still to run. adapter: Adapter index if rows use
-        different ones (`weights.types.lora.choose_adapters`). read: Names of the sites to read at
-        the one token that needs an output.
+        rows: The sequences.
+        index_T: Indices of the tokens in the caller's batch.
+        token_T: Token ids.
+        position_T: Positions in the text.
+        slot_T: Cache slots to write: the row's own, or shared ones if there are several rows.
+        output_T: Which tokens need an output.
+        length: Length of the text including tokens of it that are still to run.
+        adapter: Adapter index if rows use different ones (`weights.types.lora.choose_adapters`).
+        read: Names of the sites to read at the one token that needs an output.
     """
 
     rows: tuple[int, ...]

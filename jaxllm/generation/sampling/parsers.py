@@ -32,8 +32,8 @@ class SamplingOption(NamedTuple):
     """A user option that sets a processor or a part of one.
 
     Attributes:
-        factory: Builds the processor; options with the same maker share one processor.
-        parse: Converts the value to keyword arguments of the maker; a ValueError or TypeError
+        factory: Builds the processor; options with the same factory share one processor.
+        parse: Converts the value to keyword arguments of the factory; a ValueError or TypeError
             becomes an error that quotes `meaning`.
         meaning: Valid values.
         default: The value if only other options of the processor are set.

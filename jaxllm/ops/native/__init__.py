@@ -318,7 +318,7 @@ def experts(
     Args:
         expert_A: int32.
         stacks: Arrays `[E, O, ...]` of a kind in `EXPERT_KINDS`.
-        columns, digits, many: See `linear`.
+        columns, digits, matrix_unit: As for `linear`.
     """
     rows, pieces = x_AI.shape[0], [piece for stack in stacks for piece in stack.arrays]
     counts = [len(stack.arrays) for stack in stacks]
