@@ -103,8 +103,7 @@ class KVCache(struct.PyTreeNode):
             0 for none; None if no row was edited (`models.site_inputs`).
         writer: Static, writes the tail if `write_at_cursor` does not (`Model.cache_writer`).
         stage_layers: Static. In a pipeline, the layer numbers of each stage, whose heads are
-        concatenated
-            in one array; empty if each array is one layer's.
+            concatenated in one array; empty if each array is one layer's.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)

@@ -29,12 +29,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # byte order mark, skipped
 class ChunkSpec:
     """How to cut rows out of a text.
 
-    width: T, tokens per row. rows: N; None for as many as fit, which requires seed=None. seed: None
-    for consecutive rows from the beginning, dropping the remainder; a number for N rows that each
-    begin at a random token (as GPTQ draws them). bos: whether each row is the begin-of-text token
-    and T - 1 tokens of text; None: if the tokenizer adds it to texts.
+    Attributes:
+        width: T, tokens per row.
+        rows: N; None for as many as fit, which requires seed=None.
+        seed: None for consecutive rows from the beginning, dropping the remainder; a number for N
+            rows that each begin at a random token (as GPTQ draws them).
+        bos: Whether each row is the begin-of-text token and T - 1 tokens of text; None: if the
+            tokenizer adds it to texts.
 
-    Raises ConfigError for rows or tokens below one, or a seed without a number of rows.
+    Raises:
+        ConfigError: For rows or tokens below one, or a seed without a number of rows.
     """
 
     width: int

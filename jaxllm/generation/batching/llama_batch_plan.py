@@ -19,12 +19,12 @@ class TokenBatch:
     """N tokens to run. Exactly one of `tokens` and `embeddings` is required.
 
     Attributes:
-        tokens: Token ids `[N]`. embeddings: Vectors `[N, D]` in place of rows of the embedding
-        table. positions: Position of each token; by default each sequence continues where it ended.
+        tokens: Token ids `[N]`.
+        embeddings: Vectors `[N, D]` in place of rows of the embedding table.
+        positions: Position of each token; by default each sequence continues where it ended.
         sequences: One sequence id per token, or several that share all of their text; default 0.
         outputs: Which tokens need an output: one flag per token, "all", or "last" (the last token
-        of
-            the batch).
+            of the batch).
     """
 
     tokens: Any = None

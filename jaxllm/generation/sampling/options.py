@@ -37,11 +37,11 @@ def make_sampler(
     power of two.
 
     Args:
-        vocab_size: Reject token ids from this one up. eos_token_ids: Tokens that minimum lengths
-        forbid; `bad_words_ids` cannot ban them. max_new_tokens: Required by `forced_eos_token_id`.
+        vocab_size: Reject token ids from this one up.
+        eos_token_ids: Tokens that minimum lengths forbid; `bad_words_ids` cannot ban them.
+        max_new_tokens: Required by `forced_eos_token_id`.
         logits_processor: More processors, or functions as in `FunctionProcessor`; they run after
-        those that
-            depend on the text and before temperature.
+            those that depend on the text and before temperature.
         options: Names from `PROCESSORS`. A number may be a sequence with one number per row; a list
             of tokens, words or biases may be a list of such lists, one per row (None for empty).
 
