@@ -85,6 +85,14 @@ def _power_of_two(blocks: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
+def _nvfp4_scales(blocks: np.ndarray) -> np.ndarray:
+    """Read four numbers of 4 bits of exponent and 3 of mantissa, without a sign; 127 is zero."""
+    byte = blocks[:, :4]
+    exponent = (byte >> 3 & 15).astype(np.int32)
+    mantissa = ((byte & 7) + 8 * (exponent > 0)).astype(np.float32)
+    return np.where(byte == 127, np.float32(0), np.ldexp(mantissa, exponent.clip(1) - 11))
+
+
 def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
     """Five digits to the base 3 are a byte: its first digits are those of a fraction of 256."""
     parts = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
@@ -231,6 +239,7 @@ MORE_TYPES = (
     MoreType(20, "IQ4_NL", 32, 18, 32, _table_codes(_IQ4, 2, 16), lambda b: half_at(b, 0)),
     MoreType(23, "IQ4_XS", 256, 136, 32, _table_codes(_IQ4, 8, 16), _iq4_xs_scales),
     MoreType(39, "MXFP4", 32, 17, 32, _table_codes(_E2M1, 1, 16), _power_of_two),
+    MoreType(40, "NVFP4", 64, 36, 16, _table_codes(_E2M1, 4, 8), _nvfp4_scales),
     MoreType(34, "TQ1_0", 256, 54, 32, _tq1_0_codes, lambda b: half_at(b, 52).repeat(8, axis=1)),
     MoreType(
         35, "TQ2_0", 256, 66, 32,
