@@ -126,7 +126,7 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
 
 
 def _import_ray(name: str) -> Any:
-    # Read when Ray is imported: no usage report, and no lines of its C++ on stderr.
+    # Read when Ray is imported: no usage report, and fewer lines of its C++ on stderr.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:

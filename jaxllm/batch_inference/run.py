@@ -1,8 +1,8 @@
 """A batch job over a file: answers are appended under their ids, as rows finish.
 
-An answer is a line of JSON, written at once. After a kill, at any time, the same call cuts away a
-last line that is incomplete, and answers the rows whose ids have no line. OUT.job holds the
-settings, so that a job resumes only with the same ones.
+An answer is a line of JSON, written at once. After a kill at any time, the same call removes an
+incomplete last line and answers the rows that have none. OUT.job holds the settings: a job resumes
+only with the same ones.
 """
 
 import contextlib

@@ -115,7 +115,7 @@ def _format_completion(result: Completion | JaxllmError) -> Answer:
 
 
 def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[Row, Answer]]:
-    """Answer rows whose task needs one pass; of a window, those with equal options together."""
+    """Answer rows whose task needs one pass, in windows; rows with equal options run together."""
     run_task = TEXT_TASKS[job.task].run
     run_task(lm, [], batch=job.batch_size, **job.options)  # raises an error before any row does
 

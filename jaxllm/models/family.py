@@ -61,8 +61,8 @@ class Family:
         linear_groups: A layer's linears in execution order, without experts; a layer may lack some.
         head_linears: Linears sharded by key/value head with its query heads.
         channel_linears: Linears sharded by hidden channel of the MLP.
-        expert_linears: Linears of experts that are sharded by hidden channel of each expert, with
-            the linears of dense layers, in families whose `channel_linears` are not sharded.
+        expert_linears: Linears of experts, and of the dense layers beside them, that are sharded by
+            hidden channel, in families that do not shard `channel_linears`.
         head_norms: Norms over all heads at once.
         width_fields: The config fields with the number of hidden channels.
         router: The router, in place of `mlp_down` in layers with experts.

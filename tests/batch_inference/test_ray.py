@@ -67,7 +67,7 @@ def test_ray_actors_equal_this_process(task: str, ray: Any, model: Path) -> None
 
 
 class CrashingLM:
-    """A model whose process is killed by its first rows, once or always."""
+    """A model that kills its own process when its first rows arrive, once or always."""
 
     def __init__(self, lm: LM, once: Path | None) -> None:
         self.lm, self.once = lm, once

@@ -111,7 +111,7 @@ def test_job_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
-    """A file that is no output of this job, or a changed line, raises an error; nothing is lost."""
+    """An error for another job's file or a changed line; the file stays as it was."""
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": 1}\n')
     with pytest.raises(CheckpointError, match="exists: name another"):

@@ -2,7 +2,7 @@
 
 A block of Q4_K, Q5_K and Q6_K holds 256 columns (`super_blocks`); they are the formats q4_k, q5_k
 and q6_k. A block of Q4_0 and Q8_0 holds 32: a float16 scale, and then codes as `IntWeight` stores
-them, with whose format they are stored; they are read in place from a mapped file.
+them. These are read in place from a mapped GGUF file, and saved in the format of `IntWeight`.
 """
 
 import dataclasses
