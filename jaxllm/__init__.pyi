@@ -31,13 +31,13 @@ from .generation.loops.beam import (
     BeamResult as BeamResult,
     beam_search as beam_search,
 )
+from .generation.loops.draft import PromptLookup as PromptLookup
 from .generation.loops.finish import Finish as Finish
 from .generation.loops.generate import (
     GenerateResult as GenerateResult,
     generate as generate,
     stream as stream,
 )
-from .generation.loops.prompt_lookup import PromptLookup as PromptLookup
 from .generation.loops.speculative import (
     SpeculativeResult as SpeculativeResult,
     speculative_generate as speculative_generate,

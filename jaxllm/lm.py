@@ -41,9 +41,9 @@ from jaxllm.generation.completion import (
 )
 from jaxllm.generation.embeddings import embeddings, log_probs
 from jaxllm.generation.heads import RERANK_TEMPLATE, Classification, classify, rerank
+from jaxllm.generation.loops.draft import PromptLookup
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
-from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.generation.options import (
     GenerateOptions,
     Kind,

@@ -5,9 +5,8 @@ in chunks) combine the two. Invalid input raises here, on the host, before anyth
 inside `jit` the same functions run unchecked.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +47,7 @@ from jaxllm.models.site_inputs import (
     fingerprint,
     label_cache,
 )
-from jaxllm.models.sites import WEIGHT_SITES
-from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits
 from jaxllm.ops.target import is_accelerator
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
@@ -113,7 +111,7 @@ def forward(
             devices, or in a model with long-context attention.
     """
     check_model(model, params, any_head=True)
-    _check_mass(attention_mass)
+    check_mass(attention_mass)
     if attention_weights and attention_mass is not False:
         raise ConfigError(
             "attention_mass is the sum of attention_weights. Request only one of them"
@@ -223,17 +221,20 @@ def decode_step(
     token_B = as_array("tokens", token_B)
     if token_B.ndim != 1:
         raise TokenError(f"decode_step takes one token per row, [B], got shape {token_B.shape}")
-    _check_mass(attention_mass)
+    check_mass(attention_mass)
     tokens_BT, positions_BT = check_inputs(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
     names = check_read(model, read)
     checked = check_edits(model, edits, cache.batch, 1, cache.slots + 1)
     cache = label_cache(cache, checked)
     model = promise_packed(model, cache)
-    return _run_compiled(
-        DECODE_STEP[donate], cache, model, params, tokens_BT, positions_BT, checked,
+    frozen = cache.frozen  # an input only, so it is not copied
+    out: StepOutput = DECODE_STEP[donate](
+        cache.replace(frozen=()), frozen, model, params, tokens_BT, positions_BT, checked,
         attention_mass, names,
     )  # fmt: skip
+    sites = {name: out.sites[name] for name in names}
+    return out.replace(cache=out.cache.replace(frozen=frozen), sites=sites)
 
 
 def default_chunk() -> int:
@@ -276,72 +277,8 @@ def prefill(
 
     Raises what `forward` raises, and CapacityError if the prompt does not fit.
     """
-    cache, passes = _prefill_passes(
-        model, params, cache, tokens_BT, lengths_B, positions_BT, chunk, attention_mass, read, edits
-    )
-    if not donate:  # the passes overwrite it
-        cache = jax.tree.map(jnp.copy, cache.replace(frozen=())).replace(frozen=cache.frozen)
-    outs = list[StepOutput]()
-    for args in passes:
-        outs.append(_run_compiled(PREFILL, cache, *args))
-        cache = outs[-1].cache
-    return _join_passes(outs, passes, np.shape(tokens_BT)[1])
-
-
-def _join_passes(outs: list[StepOutput], passes: list[tuple[Any, ...]], T: int) -> StepOutput:
-    """Return the output of all passes over a prompt of T tokens."""
-    whole = outs[0]
-    for out, (_, _, _, position_BC, *_) in zip(outs[1:], passes[1:], strict=True):
-        logits_BV = out.logits
-        if not (is_concrete(position_BC) and (np.asarray(position_BC) >= 0).any(axis=1).all()):
-            real_B1 = (position_BC >= 0).any(axis=1)[:, None]
-            logits_BV = jnp.where(real_B1, logits_BV, whole.logits)
-        mass = jax.tree.map(jnp.add, whole.attention_mass, out.attention_mass)
-        whole = StepOutput(logits_BV, out.cache, mass)
-    sites = {name: [out.sites[name] for out in outs] for name in outs[0].sites}
-    return whole.replace(
-        sites={name: jnp.concatenate(x, axis=1)[:, :T] for name, x in sites.items()}
-    )
-
-
-def prepare_prefill(
-    model: Model,
-    params: Params,
-    cache: KVCache,
-    tokens_BT: Array,
-    *,
-    lengths_B: Array | None = None,
-    chunk: int | None = None,
-    attention_mass: MassMode = False,
-    edits: EditMap | None = None,
-) -> None:
-    """Load or compile, in another thread, the program of `prefill` with the same arguments.
-
-    Raises what `prefill` raises.
-    """
-    with warnings.catch_warnings():  # `prefill` itself warns
-        warnings.simplefilter("ignore")
-        cache, passes = _prefill_passes(
-            model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass, (), edits
-        )
-    PREFILL.prepare(cache.replace(frozen=()), cache.frozen, *passes[0])
-
-
-def _prefill_passes(
-    model: Model,
-    params: Params,
-    cache: KVCache,
-    tokens_BT: Array,
-    lengths_B: Array | None,
-    positions_BT: Array | None,
-    chunk: int | None,
-    attention_mass: MassMode,
-    read: Sequence[str],
-    edits: EditMap | None,
-) -> tuple[KVCache, list[tuple[Any, ...]]]:
-    """Check the arguments of `prefill`; return the cache, and the arguments of each pass."""
     check_model(model, params, any_head=True)
-    _check_mass(attention_mass)
+    check_mass(attention_mass)
     check_usable(cache)
     chunk = default_chunk() if chunk is None else check_int("chunk", chunk, 1, error=TokenError)
     tokens_BT = as_array("tokens", tokens_BT)
@@ -358,6 +295,55 @@ def _prefill_passes(
     refused = ("logits", *WEIGHT_SITES)
     names = check_read(model, read, refused, "prefill cannot read {}. Use forward")
     checked = check_edits(model, edits, cache.batch, 1, None)
+    passes = plan_passes(
+        model, params, label_cache(cache, checked), tokens_BT, positions_BT, chunk, checked,
+        attention_mass, names,
+    )  # fmt: skip
+    return run_passes(passes, donate=donate)
+
+
+def prefill_checked(
+    model: Model,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: np.ndarray,
+    lengths_B: np.ndarray | None = None,
+    *,
+    chunk: int | None = None,
+    donate: bool = False,
+) -> StepOutput:
+    """Run `prefill` on input that has been checked: int32 `[B, T]`, with room in the cache."""
+    positions_BT = next_positions(cache, tokens_BT.shape, lengths_B)
+    chunk = default_chunk() if chunk is None else chunk
+    model = promise_packed(model, cache)
+    passes = plan_passes(model, params, cache, tokens_BT, positions_BT, chunk)
+    return run_passes(passes, donate=donate)
+
+
+class PromptPasses(NamedTuple):
+    """A checked prompt: the cache that it continues, the arguments of each pass, its tokens."""
+
+    cache: KVCache
+    arguments: list[tuple[Any, ...]]
+    tokens: int
+
+    def prepare(self) -> None:
+        """Load or compile the program of the passes in another thread."""
+        PREFILL.prepare(self.cache.replace(frozen=()), self.cache.frozen, *self.arguments[0])
+
+
+def plan_passes(
+    model: Model,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Any,
+    positions_BT: Any,
+    chunk: int,
+    edits: Edits = NO_EDITS,
+    attention_mass: MassMode = False,
+    names: tuple[str, ...] = (),
+) -> PromptPasses:
+    """Split a checked prompt, int32 `[B, T]`, into passes of at most `chunk` tokens."""
     T, length_B = tokens_BT.shape[1], positions_BT.max(axis=1) + 1
     warn_without_cudnn(model.config, cache.dtype, T)
     widths = ACCELERATOR_WIDTHS if is_accelerator() else PASS_WIDTHS
@@ -365,26 +351,41 @@ def _prefill_passes(
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    passes = []
+    arguments = []
     for start in range(0, T, width):
         token_BC, position_BC = (x[:, start : start + width] for x in (tokens_BT, positions_BT))
-        passes.append(
-            (model, params, token_BC, position_BC, length_B, checked, attention_mass, names)
+        arguments.append(
+            (model, params, token_BC, position_BC, length_B, edits, attention_mass, names)
         )
-    return label_cache(cache, checked), passes
+    return PromptPasses(cache, arguments, T)
 
 
-def _run_compiled(compiled: CachedJit, cache: KVCache, *args: Any) -> StepOutput:
-    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied.
+def run_passes(passes: PromptPasses, *, donate: bool) -> StepOutput:
+    """Run the passes of a prompt; return what `prefill` returns."""
+    cache, outs = passes.cache, list[StepOutput]()
+    if not donate:  # the passes overwrite it
+        cache = jax.tree.map(jnp.copy, cache.replace(frozen=())).replace(frozen=cache.frozen)
+    frozen, names = cache.frozen, passes.arguments[0][-1]
+    for args in passes.arguments:  # frozen segments are inputs only, so they are not copied
+        outs.append(PREFILL(cache.replace(frozen=()), frozen, *args))
+        cache = outs[-1].cache
+    whole = outs[0]
+    for out, (_, _, _, position_BC, *_) in zip(outs[1:], passes.arguments[1:], strict=True):
+        logits_BV = out.logits
+        if not (is_concrete(position_BC) and (np.asarray(position_BC) >= 0).any(axis=1).all()):
+            real_B1 = (position_BC >= 0).any(axis=1)[:, None]
+            logits_BV = jnp.where(real_B1, logits_BV, whole.logits)
+        mass = jax.tree.map(jnp.add, whole.attention_mass, out.attention_mass)
+        whole = StepOutput(logits_BV, out.cache, mass)
+    sites = {
+        name: jnp.concatenate([out.sites[name] for out in outs], axis=1)[:, : passes.tokens]
+        for name in names
+    }
+    return whole.replace(cache=cache.replace(frozen=frozen), sites=sites)
 
-    args: the last are the names of the sites to read.
-    """
-    out: StepOutput = compiled(cache.replace(frozen=()), cache.frozen, *args)
-    sites = {name: out.sites[name] for name in args[-1]}
-    return out.replace(cache=out.cache.replace(frozen=cache.frozen), sites=sites)
 
-
-def _check_mass(attention_mass: MassMode) -> None:
+def check_mass(attention_mass: MassMode) -> None:
+    """Raise ConfigError for anything but a mode of the attention mass."""
     if attention_mass not in (False, True, "layers"):
         raise ConfigError(
             f"attention_mass must be False, True or 'layers', got {attention_mass!r:.40}"

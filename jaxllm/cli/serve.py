@@ -161,7 +161,7 @@ def load_model(
 def load_draft(loading: LoadingOptions, draft: str) -> Any:
     """Load the draft model, in the model's process; "lookup" needs none."""
     from jaxllm.cli.options import load_model as load
-    from jaxllm.generation.loops.prompt_lookup import PromptLookup
+    from jaxllm.generation.loops.draft import PromptLookup
 
     if draft == "lookup":
         return PromptLookup()

@@ -22,7 +22,7 @@ from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.generation.completion import Completion
-from jaxllm.generation.loops.prompt_lookup import PromptLookup
+from jaxllm.generation.loops.draft import PromptLookup
 from jaxllm.lm import LM, to_one_device
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.steps import forward

@@ -18,10 +18,10 @@ from jaxllm.errors import (
     SamplingError,
     TokenError,
 )
+from jaxllm.generation.loops.draft import DraftStats
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import GenerateKwargs, GenerateResult
 from jaxllm.generation.loops.overflow import OverflowPolicy
-from jaxllm.generation.loops.speculative import DraftStats
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.grammar.grammar import Matcher
 from jaxllm.ops.padding import pad_rows
@@ -109,7 +109,7 @@ class Completion:
         text: without special tokens; None if the checkpoint has no tokenizer.
         tokens: ids, including the end-of-text token.
         logprobs: each token's log-probability under the model, before any sampler; only with plain
-            generation.
+            generation and speculative decoding.
         finish_reason: "eos", "length", "stop" (a stop string, which the text excludes, or a
             stopping criterion) or "cancelled" (only with `LM.serve`).
         cache: the cache of the whole call, one row per prompt. It holds the prompt and the

@@ -28,16 +28,16 @@ from jaxllm.generation.completion import (
 )
 from jaxllm.generation.loops.beam import beam_search
 from jaxllm.generation.loops.contrastive import contrastive_search
+from jaxllm.generation.loops.draft import (
+    Acceptance,
+    DraftStats,
+    PromptLookup,
+    check_draft_vocabulary,
+)
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
-from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.generation.loops.speculative import (
-    Acceptance,
-    DraftStats,
-    check_draft_vocabulary,
-    speculative_generate,
-)
+from jaxllm.generation.loops.speculative import speculative_generate
 from jaxllm.generation.sampling.grammar_mask import only_masks
 from jaxllm.ops.padding import pad_rows
 
@@ -171,10 +171,16 @@ class SpeculativeDecoding(Decoder):
             chunk=config.chunk,
         )
         rows = result.token_BT, result.length_B, result.finish_B
+        logprob_BT = np.asarray(result.logprob_BT)
         return [
-            dataclasses.replace(c, draft_stats=DraftStats(*map(int, counts)))
-            for c, *counts in zip(
+            dataclasses.replace(
+                c,
+                logprobs=logprob_T[: len(c.tokens)].tolist(),
+                draft_stats=DraftStats(*map(int, counts)),
+            )
+            for c, logprob_T, *counts in zip(
                 make_completions(lm, prompts, *rows, config),
+                logprob_BT,
                 np.asarray(result.proposed_B),
                 np.asarray(result.accepted_B),
                 np.asarray(result.drafts_B),

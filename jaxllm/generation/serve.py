@@ -23,10 +23,9 @@ from jaxllm.generation.completion import (
     StreamChunk,
     TopLogprobs,
 )
+from jaxllm.generation.loops.draft import PromptLookup, check_draft_vocabulary
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import join_steps
-from jaxllm.generation.loops.prompt_lookup import PromptLookup
-from jaxllm.generation.loops.speculative import check_draft_vocabulary
 from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 

@@ -74,8 +74,8 @@ def check_inputs(
         _check_order(np.asarray(positions_BT), cache)
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
         check_token_ranges(config, np.asarray(tokens_BT), np.asarray(positions_BT))
-        if cache is not None and config.rope_depends_on_length and is_concrete(cache.cursor):
-            _check_continuation(config, cache, positions_BT)
+        if cache is not None and is_concrete(cache.cursor):
+            check_rope_continuation(config, cache, positions_BT)
     return (
         array_namespace(tokens_BT).asarray(tokens_BT, np.int32),
         array_namespace(positions_BT).asarray(positions_BT, np.int32),
@@ -173,8 +173,10 @@ def warn_dynamic_ntk(begin_B: Any, end_B: Any, config: ModelConfig) -> None:
         )
 
 
-def _check_continuation(config: ModelConfig, cache: KVCache, positions_BT: Any) -> None:
+def check_rope_continuation(config: ModelConfig, cache: KVCache, positions_BT: Any) -> None:
     """Apply `check_longrope_limit` and `warn_dynamic_ntk` to tokens that continue a cache."""
+    if not config.rope_depends_on_length:
+        return
     held_B = np.asarray(cache.next_position_B)
     end_B = np.maximum(held_B, np.asarray(positions_BT).max(axis=1) + 1)
     begin_B = np.where(held_B > 0, held_B, end_B)

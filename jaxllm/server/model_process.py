@@ -36,7 +36,7 @@ from jaxllm.server.tools import MARKS, find_style, tool_grammar
 
 if TYPE_CHECKING:
     from jaxllm.generation.completion import Completion, StreamChunk
-    from jaxllm.generation.loops.prompt_lookup import PromptLookup
+    from jaxllm.generation.loops.draft import PromptLookup
     from jaxllm.lm import LM
 
 Frame = dict[str, Any]

@@ -30,7 +30,7 @@ from jaxllm.cli import run_command
 from jaxllm.cli.console import write
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.generation.completion import Completion
-from jaxllm.generation.loops.prompt_lookup import PromptLookup
+from jaxllm.generation.loops.draft import PromptLookup
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.quantize import quantize

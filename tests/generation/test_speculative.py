@@ -12,15 +12,16 @@ from scipy import stats
 
 import jaxllm
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
-from jaxllm.generation.loops import rejection_sampling, speculative
+from jaxllm.generation.loops import speculative
+from jaxllm.generation.loops.draft import (
+    PromptLookup,
+    check_draft_vocabulary,
+    look_up_draft,
+    residual,
+)
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish
-from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
-from jaxllm.generation.loops.speculative import (
-    SpeculativeResult,
-    check_draft_vocabulary,
-    speculative_generate,
-)
+from jaxllm.generation.loops.speculative import SpeculativeResult, speculative_generate
 from jaxllm.generation.sampling.sampler import (
     Context,
     Processor,
@@ -379,9 +380,9 @@ def test_acceptance_by_text_is_near_the_overlap(pair: Any) -> None:
 def test_residual_equals_values_by_hand() -> None:
     """residual(p, q) is max(p - q, 0), normalized; it is p if that is zero everywhere."""
     p, q = jnp.array([[0.5, 0.25, 0.25]]), jnp.array([[0.25, 0.75, 0.0]])
-    np.testing.assert_allclose(rejection_sampling.residual(p, q), [[0.5, 0.0, 0.5]])
-    np.testing.assert_allclose(rejection_sampling.residual(p, p), p)
-    np.testing.assert_allclose(rejection_sampling.residual(p, 0 * p), p)
+    np.testing.assert_allclose(residual(p, q), [[0.5, 0.0, 0.5]])
+    np.testing.assert_allclose(residual(p, p), p)
+    np.testing.assert_allclose(residual(p, 0 * p), p)
 
 
 def test_row_draws_are_independent_of_batch() -> None:
@@ -428,9 +429,8 @@ def test_look_up_draft_equals_search_by_hand(ngram: int) -> None:
     rng = np.random.default_rng(ngram)
     length_B = rng.integers(2, 14, 200)
     token_BL = np.where(np.arange(16)[None] < length_B[:, None], rng.integers(0, 3, (200, 16)), -1)
-    text = TextState(
-        *(jnp.asarray(x, jnp.int32) for x in (token_BL, length_B, length_B)), sampler=Sampler()
-    )
+    prompt_B, text_BL = (jnp.asarray(x, jnp.int32) for x in (length_B, token_BL))
+    text = Context(text_BL, prompt_B, prompt_B, row_keys(0, 200))
     found = np.asarray(jax.jit(look_up_draft, static_argnums=(1, 2))(text, ngram, 5))
     for row, n in enumerate(length_B):
         assert found[row].tolist() == lookup_by_hand(token_BL[row, :n].tolist(), ngram, 5)

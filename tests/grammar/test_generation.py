@@ -386,9 +386,9 @@ def test_forced_tokens_run_in_one_pass(lm: jaxllm.LM, monkeypatch: pytest.Monkey
     passes: list[int] = []
 
     def count(tokens: Any, state: Any, options: Any) -> Any:
-        token_1T = forced_run(tokens, state, options)
-        passes.append(1 if token_1T is None else token_1T.shape[1])
-        return token_1T
+        token_1K = forced_run(tokens, state, options)
+        passes.append(1 if token_1K is None else 1 + token_1K.shape[1])
+        return token_1K
 
     forced_run = generate._forced_run
     monkeypatch.setattr(generate, "_forced_run", count)

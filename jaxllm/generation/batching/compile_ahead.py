@@ -7,18 +7,24 @@ import jax
 import numpy as np
 
 from jaxllm.cache.prefix_cache import cut_chunk, write_chunk
-from jaxllm.generation.batching.batched_sampling import draw, fill_row
-from jaxllm.generation.batching.drafting import cut_rows
-from jaxllm.generation.batching.multi_step import burst_arguments, decode_burst
+from jaxllm.generation.batching.active import (
+    ActiveRequest,
+    ServeState,
+    draw_rows,
+    fill_row,
+    one_row,
+    round_arguments,
+)
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.requests import Request
-from jaxllm.generation.batching.seats import ActiveRequest, ServeState, kind_mask
-from jaxllm.generation.batching.slots import (
+from jaxllm.generation.loops.draft import cut_rows
+from jaxllm.generation.loops.microbatch import (
     TokenRun,
     compile_microbatch,
     pack_microbatch,
 )
-from jaxllm.generation.sampling.sampler import Sampler, row_keys
+from jaxllm.generation.loops.rounds import SERVED_ROUNDS
+from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -30,7 +36,7 @@ class Loop(NamedTuple):
     """A serving loop: its model, its state, and the arguments of `serve`.
 
     chunk, multiple: the most prompt tokens of a step, and of what number the first ones are a
-    multiple (`PrefixStore`). few_rows: whether shapes do not change bits.
+    multiple (`PrefixStore`). invariant_rows: whether shapes do not change bits.
     """
 
     model: Model
@@ -39,7 +45,7 @@ class Loop(NamedTuple):
     chunk: int
     burst: int
     multiple: int
-    few_rows: bool
+    invariant_rows: bool
 
 
 class LoopQuery(NamedTuple):
@@ -59,15 +65,8 @@ def keep_shapes(loop: Loop) -> Loop:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     state = loop.state
-    cache, context, samplers, tail = jax.tree.map(
-        shape, (state.cache, state.context, list(state.samplers.values()), state.draft.tail)
-    )
-    state = state._replace(
-        cache=cache,
-        context=context,
-        samplers=dict(zip(state.samplers, samplers, strict=True)),
-        draft=state.draft.with_tail(tail),
-    )
+    cache, rows, tail = jax.tree.map(shape, (state.cache, state.rows, state.draft.tail))
+    state = state._replace(cache=cache, rows=rows, draft=state.draft.with_tail(tail))
     return loop._replace(state=state)
 
 
@@ -78,13 +77,13 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     loop: with the shapes of its state (`keep_shapes`). adapter: as in `Request`. chunk_size: of the
     prefix cache, if there is one.
     """
-    state, rows = loop.state, loop.state.cache.batch
-    key, number = row_keys(0, 1)[0], np.int32(0)
-    text_L = np.zeros(state.context.token_BL.shape[1], np.int32)
-    for stacked in state.samplers.values():
-        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-        places = (state.cache.tail.position_BS, state.context, stacked, number)
-        fill_row.lower(*places, (text_L, number, key), sampler).compile()
+    state, rows, number = loop.state, loop.state.cache.batch, np.int32(0)
+    bare = state.rows.replace(samplers=())
+    filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
+    for stacked in state.rows.samplers:
+        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked.rows)
+        places = (state.cache.tail.position_BS, bare, stacked, number)
+        fill_row.lower(*places, filled, sampler).compile()
     if chunk_size is not None and chunk_size <= state.cache.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
         cut.compile()
@@ -103,30 +102,28 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
             yield from _compile_burst(loop, count, adapter)
 
 
-def _make_seats(loop: Loop, count: int, adapter: int | None) -> ServeState:
+def _fill_state(loop: Loop, count: int, adapter: int | None) -> ServeState:
     """Return the state of a loop with requests that have run a token in the first rows."""
     request = Request(id=0, prompt=[0], max_new_tokens=1, adapter=adapter, eos_token_ids=(0,))
-    kind = next(iter(loop.state.samplers))
-    prompt_T = np.zeros(1, np.int32)
-    seat = ActiveRequest(request, prompt_T, kind, _NOTHING_RAN, num_run=1, tokens=[0])
-    return loop.state._replace(active=dict.fromkeys(range(count), seat))
+    prompt_T, kind = np.zeros(1, np.int32), loop.state.kinds[0]
+    active = ActiveRequest(request, prompt_T, kind, _NOTHING_RAN, num_run=1, tokens=[0])
+    return loop.state._replace(active=dict.fromkeys(range(count), active))
 
 
 def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> Iterator[None]:
     """Compile a step of `count` rows with so many tokens each, and the draw after it."""
-    state = _make_seats(loop, count, adapter)
+    state = _fill_state(loop, count, adapter)
     at_T = np.arange(width)
     runs = [
         TokenRun((row,), at_T, at_T, at_T, at_T, at_T == width - 1, width, adapter)
         for row in range(count)
     ]
-    places, at = pack_microbatch(runs, state.cache.batch, few_rows=loop.few_rows)
+    places, at = pack_microbatch(runs, state.cache.batch, invariant_rows=loop.invariant_rows)
     places = places.replace(edits=state.edits)
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
     yield
-    kind_KR = kind_mask(state, dict(enumerate(at)), out.shape[0])
-    samplers = tuple(state.samplers.values())
-    draw.lower(state.context, samplers, kind_KR, out, places.row_R, 0).compile()
+    kind_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
+    draw_rows.lower(state.rows, kind_KR, out, places.row_R, 0).compile()
     yield
     draft = state.draft
     if isinstance(draft.source, Model) and count == 1:
@@ -134,16 +131,16 @@ def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> It
         end_B = np.zeros(state.cache.batch, np.int32)
         cut_rows.lower(draft.cache.tail, None, end_B).compile()
         runs = [run._replace(output_T=at_T < 0, adapter=None) for run in runs]
-        places, _ = pack_microbatch(runs, state.cache.batch, few_rows=True)
+        places, _ = pack_microbatch(runs, state.cache.batch, invariant_rows=True)
         compile_microbatch(draft.source, draft.params, draft.cache, places)
         yield
 
 
 def _compile_burst(loop: Loop, count: int, adapter: int | None) -> Iterator[None]:
     """Compile the loop in which `count` rows decode."""
-    state = _make_seats(loop, count, adapter)
-    _, arguments = burst_arguments(
-        loop.model, loop.params, state, loop.burst, loop.burst, loop.few_rows
+    state = _fill_state(loop, count, adapter)
+    _, arguments = round_arguments(
+        loop.model, loop.params, state, loop.burst, loop.burst, loop.invariant_rows
     )
-    decode_burst.lower(*arguments).compile()
+    SERVED_ROUNDS.lower(*arguments).compile()
     yield

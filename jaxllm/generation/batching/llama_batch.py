@@ -17,7 +17,7 @@ from jaxllm.cache.kv import KVCache
 from jaxllm.cache.sequences import Positions, read_positions, with_positions
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.generation.batching.llama_batch_plan import TokenBatch, plan_batch
-from jaxllm.generation.batching.slots import (
+from jaxllm.generation.loops.microbatch import (
     TokenRun,
     pack_microbatch,
     run_microbatch,

@@ -82,18 +82,17 @@ class PrefixStore(NamedTuple):
             cut = partial(cut_chunk, tail, np.int32(row), np.int32(i * size), size)
             self.cache.add(prefix.keys, i - prefix.first, cut)
 
-    def add_answer(
-        self, tail: Segment, row: int, prefix: Prefix, text_T: np.ndarray, num_prompt: int
-    ) -> None:
+    def add_answer(self, tail: Segment, row: int, active: Any) -> None:
         """Add the chunks of a text that has run in a row, beyond those of its prompt.
 
         Only where a token's keys and values have the bits that they would have in a prompt.
         """
+        text_T, num_prompt = active.text_T, active.prompt_T.size
         angles = (_angle_length(self.config, length) for length in (num_prompt, text_T.size))
         if self.cache is not None and self.multiple == 1 and len(set(angles)) == 1:
-            keys = self.cache.chunk_keys(prefix.root, text_T)[prefix.first :]
+            keys = self.cache.chunk_keys(active.prefix.root, text_T)[active.prefix.first :]
             ran = range(num_prompt, text_T.size)
-            self.add(tail, row, prefix._replace(keys=keys), ran)
+            self.add(tail, row, active.prefix._replace(keys=keys), ran)
 
     def _find_shared(self, request: Request, prompt_T: np.ndarray, edits: Edits) -> tuple[int, int]:
         """Return the shared text that has the most of a prompt's first tokens, and how many."""
@@ -117,11 +116,11 @@ def open_store(
     cache: KVCache,
     prefix_cache: PrefixCache | None,
     shared_prefixes: Sequence[Any],
-    few_rows: bool,
+    invariant_rows: bool,
 ) -> tuple[PrefixStore, KVCache]:
     """Return the store of a serving loop, and its empty cache with the shared texts.
 
-    few_rows: whether shapes do not change bits.
+    invariant_rows: whether shapes do not change bits.
     """
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
@@ -131,7 +130,7 @@ def open_store(
             f"{name} does not support this model: its layers keep a memory of the whole text,"
             f" which cannot be cut into chunks. Serve it without {name}"
         )
-    multiple = 1 if few_rows or prefix_cache is None else prefix_cache.chunk
+    multiple = 1 if invariant_rows or prefix_cache is None else prefix_cache.chunk
     texts = [check_int_array("a shared prefix", ids, TokenError) for ids in shared_prefixes]
     usual = choose_adapters(params, jnp.full(1, NO_ADAPTER, jnp.int32))
     frozen = []

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.generation.loops.draft import NO_DRAFTS, DraftStats
 from jaxllm.generation.loops.finish import Finish, pad_eos_ids
-from jaxllm.generation.loops.speculative import NO_DRAFTS, DraftStats
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
 from jaxllm.models.inputs import check_longrope_limit, warn_dynamic_ntk
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids

@@ -11,22 +11,21 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from jaxllm.cache.kv import MAX_SLOTS, init_cache
+from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
-from jaxllm.errors import CapacityError, SamplingError, as_request_error
-from jaxllm.generation.batching.batched_sampling import (
-    draw,
-    empty_context,
-    fill_row,
-    fit_sampler,
-    stack_sampler,
+from jaxllm.errors import CapacityError, ConfigError, SamplingError, as_request_error
+from jaxllm.generation.batching.active import (
+    ActiveRequest,
+    ServeState,
+    StepSamples,
+    draw_rows,
+    empty_rows,
+    fill_request,
+    read_sampled,
+    round_arguments,
 )
 from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
-from jaxllm.generation.batching.drafting import NO_DRAFT, DraftSource, open_draft
-from jaxllm.generation.batching.multi_step import plan_rounds, run_burst
-from jaxllm.generation.batching.prefix_store import PrefixStore, open_store, read_prefix
+from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
 from jaxllm.generation.batching.requests import (
     Event,
     RejectedRequest,
@@ -34,33 +33,34 @@ from jaxllm.generation.batching.requests import (
     StepStats,
     check_request,
 )
-from jaxllm.generation.batching.seats import (
-    ActiveRequest,
-    ServeState,
-    StepSamples,
-    finish_reason,
-    kind_mask,
-    read_sampled,
-    top_width,
+from jaxllm.generation.loops.draft import (
+    NO_DRAFT,
+    Draft,
+    DraftSource,
+    PromptLookup,
+    catch_up,
+    check_draft,
 )
-from jaxllm.generation.batching.slots import (
-    ALONE,
+from jaxllm.generation.loops.draft_pace import DraftPace
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.microbatch import (
+    MAX_BATCHED_RUN,
     TokenRun,
     pack_microbatch,
     run_microbatch,
     split_chunks,
     split_microbatches,
 )
-from jaxllm.generation.loops.draft_pace import DraftPace
-from jaxllm.generation.loops.finish import NO_TOKEN, Finish
-from jaxllm.generation.sampling.sampler import Sampler, row_keys
+from jaxllm.generation.loops.rounds import SERVED_ROUNDS
+from jaxllm.generation.loops.rows import draft_stats
+from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
 from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.packing import promise_packed
-from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
+from jaxllm.models.site_inputs import check_edits, check_read
 from jaxllm.models.sites import WEIGHT_SITES, split_name
-from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
 from jaxllm.steps import default_chunk
@@ -131,15 +131,15 @@ def serve(
     cache = init_cache(model, rows, capacity)
     if not shared_prefixes:  # a token's slot is its position; shared ones have none in the row
         model = promise_packed(model, cache)
-    few_rows = has_invariant_rows(model, params)
-    store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, few_rows)
+    invariant_rows = has_invariant_rows(model, params)
+    store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, invariant_rows)
     chunk = max(chunk, store.multiple)
-    its = open_draft(draft, draft_tokens, model, params, cache)
-    now = ServeState(cache, empty_context(rows, capacity), {}, {}, draft=its)
+    drafting = _open_draft(draft, draft_tokens, model, params, cache)
+    state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting)
     source, more, pace = iter(requests), True, DraftPace()
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
-    while more or now.active:
-        while more and len(now.active) < rows:
+    while more or state.active:
+        while more and len(state.active) < rows:
             try:
                 request = next(source)
             except StopIteration:
@@ -151,8 +151,9 @@ def serve(
                 for sampler in request.samplers:
                     with suppress(SamplingError):  # it is not for one row
                         kind, fitted = fit_sampler(sampler, model.config.vocab_size, capacity + 1)
-                        now = _add_sampler(now, kind, fitted)
-                request.reply(Loop(model, params, now, chunk, burst, store.multiple, few_rows))
+                        state = _add_sampler(state, kind, fitted)
+                loop = Loop(model, params, state, chunk, burst, store.multiple, invariant_rows)
+                request.reply(loop)
                 continue
             if isinstance(request, RejectedRequest):
                 yield Event(request.id, None, None, None, request.error, step)
@@ -163,68 +164,102 @@ def serve(
                 yield Event(request.id, None, None, Finish.CANCELLED, None, step)
                 continue
             try:
-                now = _admit_request(model, now, request, capacity, store)
+                state = _admit_request(model, state, request, capacity, store)
             except Exception as error:
                 yield Event(request.id, None, None, None, as_request_error(error), step)
-        for row, seat in list(now.active.items()):
-            if _is_cancelled(seat.request):
-                seats = {other: kept for other, kept in now.active.items() if other != row}
-                now = now._replace(active=seats)
-                yield seat.make_event(Finish.CANCELLED, step)
-        if not now.active:
+        for row, active in list(state.active.items()):
+            if _is_cancelled(active.request):
+                others = {r: other for r, other in state.active.items() if r != row}
+                state = state._replace(active=others)
+                yield active.make_event(Finish.CANCELLED, step)
+        if not state.active:
             continue
-        held, began = now.draft, pace.clock()
-        decodes = bool(held.width) and all(seat.can_burst for seat in now.active.values())
-        if decodes and not pace.drafts:
-            now = now._replace(draft=NO_DRAFT)
-        now, rounds = plan_rounds(now, burst, chunk)
+        began, drafts = pace.clock(), pace.drafts and bool(drafting.width)
+        decodes = bool(drafting.width) and all(x.can_burst for x in state.active.values())
+        held = state.draft
+        state = state._replace(draft=NO_DRAFT if decodes and not drafts else held)
+        state, rounds = _plan_rounds(state, burst, chunk)
         if rounds:
-            now, steps = run_burst(model, params, now, burst, rounds, few_rows)
+            state, steps = _run_rounds(model, params, state, burst, rounds, invariant_rows)
         else:
-            runs = _token_runs(now.active, chunk, store.multiple)
-            if store.multiple > 1:
-                groups = split_chunks(runs, store.multiple)
-            else:
-                alone = ALONE if few_rows else MAX_SLOTS
-                groups = split_microbatches(runs, rows + chunk, alone=alone)
-            now, steps = _run_step(model, params, now, groups, few_rows)
-            for run in runs:
-                seat = now.active[run.rows[0]]
-                ran = range(seat.num_run, seat.num_run + run.index_T.size)
-                store.add(now.cache.tail, run.rows[0], seat.prefix, ran)
-        if now.draft is NO_DRAFT:
-            now = now._replace(draft=held)
-        if decodes and (rounds or not pace.drafts):
-            count = max(len(steps) // (its.width + 1) if pace.drafts else len(steps), 1)
-            tokens = sum(map(len, steps)) / len(now.active)
+            state, steps = _run_step(model, params, state, chunk, store, invariant_rows)
+        if state.draft is NO_DRAFT:
+            state = state._replace(draft=held)
+        if decodes and (rounds or not drafts):
+            count = max(len(steps) // (drafting.width + 1) if drafts else len(steps), 1)
+            tokens = sum(map(len, steps)) / len(state.active)
             pace.record(count, tokens, pace.clock() - began)
         for drawn in steps:
             runs = [
                 run
-                for run in _token_runs(now.active, chunk, store.multiple)
-                if run.rows[0] in drawn or not now.active[run.rows[0]].num_generated
+                for run in _token_runs(state.active, chunk, store.multiple)
+                if run.rows[0] in drawn or not state.active[run.rows[0]].num_generated
             ]
             if not runs:  # a row's `until` ended its text within the pass
                 continue
-            decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
+            decoded = sum(state.active[run.rows[0]].num_generated > 0 for run in runs)
             found = [drawn[run.rows[0]] for run in runs if run.rows[0] in drawn]
             step = StepStats(
                 index=step.index + 1,
                 decode_tokens=decoded,
                 prompt_tokens=sum(run.index_T.size for run in runs) - decoded,
-                busy_rows=len(now.active),
+                busy_rows=len(state.active),
                 rows=rows,
-                generated_tokens=step.generated_tokens + sum(one.finite for one in found),
+                generated_tokens=step.generated_tokens
+                + sum(one.finish != Finish.NON_FINITE for one in found),
                 elapsed_seconds=time.perf_counter() - start,
                 draft_stats=step.draft_stats.plus(*(one.draft_stats for one in found)),
             )
-            before = now.active
-            now, events = _make_events(now, runs, drawn, step)
-            for row in before.keys() - now.active.keys():
-                seat = before[row]
-                size = seat.prompt_T.size
-                store.add_answer(now.cache.tail, row, seat.prefix, seat.text_T, size)
+            left, events = dict(state.active), []
+            for run in runs:
+                row, one = run.rows[0], drawn.get(run.rows[0])
+                left[row], finish = left[row].follow(run.index_T.size, one)
+                if one is not None:
+                    events.append(left[row].make_event(finish, step, one))
+                if finish is not None:
+                    store.add_answer(state.cache.tail, row, left.pop(row))
+            state = state._replace(active=left)
             yield from events
+
+
+def _open_draft(
+    source: DraftSource | None, width: int, model: Model, params: Params, cache: KVCache
+) -> Draft:
+    """Return the draft of a loop with this empty cache.
+
+    Raises:
+        SamplingError: For no tokens to propose.
+        ConfigError: If the texts would not be those without a draft, or exceed its positions.
+    """
+    if source is None:
+        return NO_DRAFT
+    check_draft(source)
+    config, slots = model.config, min(cache.capacity, model.config.position_limit)
+    width = check_int("draft_tokens", width, 1, config.position_limit)
+    if not has_invariant_rows(model, params):
+        raise ConfigError(
+            "draft needs a model whose bits do not depend on how many tokens run at once"
+            " (load(..., invariant=True) and the native kernels; docs/guarantees.md)"
+        )
+    if any(x.rope_type == "dynamic" for x in config.ropes) and (
+        slots > config.max_position_embeddings
+    ):
+        raise ConfigError(
+            "draft does not support dynamic RoPE, whose angles change with every token, beyond"
+            f" position {config.max_position_embeddings}. Serve with a smaller capacity"
+        )
+    if isinstance(source, PromptLookup):
+        return Draft(source, width)
+    draft_model, draft_params = source
+    draft_cache = init_cache(draft_model, cache.batch, cache.capacity)
+    if draft_model.is_sharded or draft_cache.memory:
+        raise ConfigError("a draft model of serve cannot be sharded, or keep a memory of the text")
+    if (limit := draft_model.config.position_limit) < slots:
+        raise ConfigError(
+            f"the draft has {limit} positions, fewer than the {slots} of a row. Serve with"
+            f" capacity={limit}"
+        )
+    return Draft(draft_model, width, draft_params, draft_cache)
 
 
 def _is_cancelled(request: Request) -> bool:
@@ -235,7 +270,6 @@ def _admit_request(
     model: Model, state: ServeState, request: Request, capacity: int, store: PrefixStore
 ) -> ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
-    rows = state.cache.batch
     prompt_T = check_request(model, request, capacity)
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
@@ -252,90 +286,92 @@ def _admit_request(
     if request.read_steps is not None:
         given = check_int_array("read_steps", request.read_steps, SamplingError)
         steps = frozenset(given.ravel().tolist())
-    key = row_keys(request.seed, 1)[0]
-    places = state.context.token_BL.shape[1]
-    kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
+    kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, capacity + 1)
     state = _add_sampler(state, kind, sampler)
-    row = min(set(range(rows)) - set(state.active))
-    token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
-    position_BS, context, stacked = fill_row(
-        state.cache.tail.position_BS,
-        state.context,
-        state.samplers[kind],
-        np.int32(row),
-        (token_L, np.int32(prompt_T.size), key),
-        sampler,
-    )
-    cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
+    row = min(set(range(state.cache.batch)) - set(state.active))
     prefix = store.find(request, prompt_T, edits)
-    seat = ActiveRequest(
+    active = ActiveRequest(
         request, prompt_T, kind, prefix, prefix.num_run, edits=edits, read=read, read_steps=steps
     )
-    active = {**state.active, row: seat}
-    edited = {r: seat.edits for r, seat in active.items() if seat.edits.edits}
-    return state._replace(
-        cache=read_prefix(cache, row, prefix),
-        context=context,
-        samplers={**state.samplers, kind: stacked},
-        active=active,
-        edits=stack_rows(edited, rows),
-    )
+    return fill_request(state, row, active, sampler)
+
+
+def _plan_rounds(state: ServeState, burst: int, chunk: int) -> tuple[ServeState, int]:
+    """Return how many rounds to run in one call; 0 for a step, if a row has a prompt to run or
+    reads.
+
+    A draft model first runs up to `chunk` tokens of the texts that it lacks.
+    """
+    active, draft = state.active, state.draft
+    watched = any(one.request.until is not None for one in active.values())
+    if not all(one.can_burst for one in active.values()) or (watched and not draft.width):
+        return state, 0
+    if not draft.width:
+        return state, burst
+    lengths = {row: (one.num_drafted, one.num_run - 1) for row, one in active.items()}
+    draft, ran = catch_up(draft, state.rows.context.token_BL, lengths, chunk)
+    active = {row: dataclasses.replace(one, num_drafted=ran[row]) for row, one in active.items()}
+    lags = any(ran[row] < needed for row, (_, needed) in lengths.items())
+    return state._replace(draft=draft, active=active), 0 if lags else 1 if watched else burst
+
+
+def _run_rounds(
+    model: Model, params: Params, state: ServeState, burst: int, rounds: int, invariant_rows: bool
+) -> tuple[ServeState, list[StepSamples]]:
+    """Run several rounds in one call, if all rows decode; stop when a row ends."""
+    places, arguments = round_arguments(model, params, state, burst, rounds, invariant_rows)
+    tails, rows, _, *results = SERVED_ROUNDS(*arguments)
+    count, drawn = to_host(results)
+    stats = draft_stats(drawn) if state.draft.width else None
+    steps = [
+        {
+            row: read_sampled(drawn, (i, j, r), None if stats is None else stats[i, j, r])
+            for row, r in places.items()
+            if drawn.valid_B[i, j, r]
+        }
+        for i in range(count)
+        for j in range(state.draft.width + 1)
+    ]
+    cache = state.cache.replace(tail=tails.target)
+    return state._replace(cache=cache, rows=rows, draft=state.draft.with_tail(tails.draft)), steps
 
 
 def _run_step(
     model: Model,
     params: Params,
     state: ServeState,
-    groups: Iterable[list[TokenRun]],
-    few_rows: bool,
+    chunk: int,
+    store: PrefixStore,
+    invariant_rows: bool,
 ) -> tuple[ServeState, list[StepSamples]]:
-    """Run groups of token runs; draw a token for each row that has run its last token."""
-    cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, results, top = tuple(state.samplers.values()), [], top_width(model, seats)
+    """Run a token of each row that decodes, and prompt tokens; draw for rows without more."""
+    cache, rows, results = state.cache, state.rows, []
+    runs = _token_runs(state.active, chunk, store.multiple)
+    if store.multiple > 1:
+        groups = split_chunks(runs, store.multiple)
+    else:
+        alone = MAX_BATCHED_RUN if invariant_rows else MAX_SLOTS
+        groups = split_microbatches(runs, cache.batch + chunk, alone=alone)
     for group in groups:
-        places, at = pack_microbatch(group, rows, few_rows=few_rows)
+        places, at = pack_microbatch(group, cache.batch, invariant_rows=invariant_rows)
         places = places.replace(edits=state.edits)
         out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
-            kind_KR = kind_mask(state, ended, out.shape[0])
-            result, context, samplers = draw(context, samplers, kind_KR, out, places.row_R, top)
-            results.append((ended, result, sites))
-    drawn: StepSamples = {}
+            kind_KR = state.kind_mask(ended, out.shape[0])
+            rows, drawn = draw_rows(rows, kind_KR, out, places.row_R, state.top_width(model))
+            results.append((ended, drawn, sites))
+    samples: StepSamples = {}
     for ended, *found in results:  # read only after everything has been dispatched
-        arrays, sites = to_host(found)
+        drawn, sites = to_host(found)
         for row, r in ended.items():
             read = {name: x[[r]] for name, x in sites.items()}
-            drawn[row] = read_sampled(arrays, r)._replace(sites=read)
-    held = dict(zip(state.samplers, samplers, strict=True))
-    return state._replace(cache=cache, context=context, samplers=held), [drawn]
-
-
-def _make_events(
-    state: ServeState, runs: list[TokenRun], samples: StepSamples, step: StepStats
-) -> tuple[ServeState, list[Event]]:
-    """Return the state without the rows that ended, and an event for each token."""
-    seats, events = dict(state.active), []
+            samples[row] = read_sampled(drawn, r)._replace(sites=read)
     for run in runs:
-        row, seat = run.rows[0], seats[run.rows[0]]
-        drawn, ran = samples.get(row), seat.num_run + run.index_T.size
-        if drawn is not None and not drawn.finite:
-            del seats[row]
-            events.append(seat.make_event(Finish.NON_FINITE, step))
-            continue
-        changes: dict[str, Any] = {"num_run": ran}
-        if drawn is not None and drawn.draft_stats is not None:
-            changes["num_drafted"] = seat.num_drafted + 1
-            changes["draft_stats"] = seat.draft_stats.plus(drawn.draft_stats)
-        seats[row] = seat = dataclasses.replace(seat, **changes)
-        if drawn is None:
-            continue
-        seat.tokens.append(drawn.token)
-        finish = finish_reason(seat)
-        if finish is not None:
-            del seats[row]
-        events.append(seat.make_event(finish, step, drawn))
-    return state._replace(active=seats), events
+        active = state.active[run.rows[0]]
+        ran = range(active.num_run, active.num_run + run.index_T.size)
+        store.add(cache.tail, run.rows[0], active.prefix, ran)
+    return state._replace(cache=cache, rows=rows), [samples]
 
 
 def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> list[TokenRun]:
@@ -344,9 +380,9 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
     multiple: as in `ActiveRequest.next_run`.
     """
     runs = []
-    for row, seat in active.items():
-        run = seat.next_run(row, chunk, multiple)
-        if not seat.num_generated:
+    for row, one in active.items():
+        run = one.next_run(row, chunk, multiple)
+        if not one.num_generated:
             chunk -= run.index_T.size
         runs.append(run)
     return [run for run in runs if run.index_T.size]
@@ -357,8 +393,11 @@ def _add_sampler(state: ServeState, kind: Hashable, sampler: Sampler) -> ServeSt
     compiles a program: so unused ones are dropped once there are many, and the order is not that
     of arrival.
     """
-    held = {kind: stack_sampler(sampler, state.cache.batch), **state.samplers}
-    if len(state.samplers) >= _MAX_KINDS:
-        used = {kind, *(seat.kind for seat in state.active.values())}
+    held = dict(zip(state.kinds, state.rows.samplers, strict=True))
+    held.setdefault(kind, stack_sampler(sampler, state.cache.batch))
+    if len(state.kinds) >= _MAX_KINDS:
+        used = {kind, *(one.kind for one in state.active.values())}
         held = {name: stacked for name, stacked in held.items() if name in used}
-    return state._replace(samplers={name: held[name] for name in sorted(held, key=str)})
+    kinds = tuple(sorted(held, key=str))
+    samplers = tuple(held[name] for name in kinds)
+    return state._replace(kinds=kinds, rows=state.rows.replace(samplers=samplers))

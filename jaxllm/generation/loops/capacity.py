@@ -40,7 +40,7 @@ def check_continuation(
     begin_B = np.where(held_B > 0, held_B, lengths_B)
     prompt_B = held_B + lengths_B
     check_longrope_limit(begin_B, prompt_B + new_B - 1, model.config)
-    if not rescales_rope(begin_B, prompt_B, model.config):  # `prefill` warns of these
+    if not rescales_rope(begin_B, prompt_B, model.config):  # the prompt's check warns of these
         warn_dynamic_ntk(begin_B, prompt_B + new_B - 1, model.config)
 
 

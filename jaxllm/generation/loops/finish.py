@@ -96,7 +96,7 @@ def finish_reasons(
     token_B: jax.Array,
     length_B: jax.Array,
     limit_B: jax.Array,
-    eos_E: jax.Array,
+    eos_BE: jax.Array,
     finite_B: jax.Array,
 ) -> jax.Array:
     """Return why rows end with their newest token, a `Finish` `[B]`; RUNNING if they continue.
@@ -104,7 +104,7 @@ def finish_reasons(
     length_B: text length with the token, at most limit_B. finite_B: whether its logits are finite.
     """
     finish_B = jnp.where(length_B >= limit_B, Finish.LENGTH, Finish.RUNNING)
-    finish_B = jnp.where(is_eos(token_B, eos_E), Finish.EOS, finish_B)
+    finish_B = jnp.where(is_eos(token_B[:, None], eos_BE)[:, 0], Finish.EOS, finish_B)
     return jnp.where(finite_B, finish_B, Finish.NON_FINITE)
 
 
@@ -119,7 +119,6 @@ def mask_draft(draft_BK: jax.Array, room_B: jax.Array, ends_BK: jax.Array) -> ja
     return jnp.where(jnp.cumsum(wrong_BK, axis=1, dtype=jnp.int32) == 0, draft_BK, NO_TOKEN)
 
 
-def is_eos(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Return which tokens are end-of-text ids; -1 in either array is padding."""
-    ends_E = eos_E.reshape((1,) * token_X.ndim + (-1,))
-    return (token_X[..., None] == ends_E).any(axis=-1) & (token_X >= 0)
+def is_eos(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
+    """Return which tokens end their row's text; -1 in either array is padding."""
+    return (token_BT[:, :, None] == eos_BE[:, None]).any(axis=2) & (token_BT >= 0)

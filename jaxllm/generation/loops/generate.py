@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Required, TypedDict, Unpack
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -12,36 +14,39 @@ from flax import struct
 
 from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
-from jaxllm.errors import SamplingError, suggest_name
+from jaxllm.errors import SamplingError, TokenError, suggest_name
 from jaxllm.generation.loops.capacity import (
     check_capacity,
     check_continuation,
     initial_text,
     truncate_to_recent,
 )
-from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, token_budgets
+from jaxllm.generation.loops.finish import Finish, token_budgets
 from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
-from jaxllm.generation.loops.pipelined import decode_pipelined, row_groups
-from jaxllm.generation.loops.state import (
-    DecodeState,
-    LoopConstants,
-    StopLimits,
-    decode_and_sample,
-    decode_forced,
-    decode_until_done,
-    is_running,
-    sample,
+from jaxllm.generation.loops.pipelined import PIPELINED_ROUNDS, row_groups
+from jaxllm.generation.loops.rounds import ROUND, ROUNDS, LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rows import (
+    FIRST_DRAW,
+    Drawn,
+    RowState,
+    join_drawn,
+    start_rows,
 )
-from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, as_row_keys, check_sampler
-from jaxllm.models.inputs import check_model, check_prompts
+from jaxllm.generation.sampling.sampler import GREEDY, Sampler, check_sampler
+from jaxllm.models.inputs import (
+    check_cache,
+    check_model,
+    check_prompts,
+    check_rope_continuation,
+    next_positions,
+)
 from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import check_edits, check_read, label_cache
 from jaxllm.models.sites import SITES, split_name
-from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
-from jaxllm.steps import EditMap, MassMode, prefill, prepare_prefill
+from jaxllm.steps import EditMap, MassMode, check_mass, default_chunk, plan_passes, run_passes
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -144,30 +149,29 @@ def generate(
         SamplingError: For max_new_tokens below 1.
         JaxllmError: Whatever else `prefill` raises.
     """
-    until, asked = _split_until(options)
+    until, start_options = _split_until(options)
     by_step = until is not None or bool(options.get("read"))
-    program = _STEP if by_step else _LOOP
-    model, constants, cache, state = _prefill(program, model, params, tokens_BT, **asked)
+    run = _start(model, params, tokens_BT, by_step=by_step, **start_options)
     if by_step:
-        found, chosen = list[dict[str, Any]](), options.get("read_steps")
-        steps = _iterate_steps(model, constants, cache, state, until, options)
-        for number, newest in enumerate(steps, -1):
-            cache, state = newest
-            if state.sites and (chosen is None or number in chosen):
-                found.append(to_host(state.sites))
-        return _make_result(state, cache, options).replace(sites=join_steps(found))
-    mass, overflow = _requested_mass(options), options.get("overflow")
-    is_simple = overflow is None and mass is False
-    in_groups = is_simple and row_groups(model, cache.batch) is not None
-    loop = _PIPELINED_LOOP if in_groups else _LOOP
-    while True:
-        cache, state = _run_program(loop, model, constants, cache, state, mass)
-        if overflow is None or not is_running(state):
-            return _make_result(state, cache, options)
-        cache, total = make_room(
-            overflow, OverflowState(model, params, cache, state.context, state.mass)
-        )
-        state = state.replace(mass=total)
+        return _finish_by_step(run, until, options)
+    plan, overflow, parts = run.plan, options.get("overflow"), [run.first]
+    while run.is_running:
+        tails = Tails(run.cache.replace(frozen=()))
+        inputs = run.inputs.replace(frozen=run.cache.frozen)
+        if run.in_groups:
+            tails, rows, done, drawn = PIPELINED_ROUNDS(plan, inputs, tails, run.rows)
+            mass = None
+        else:
+            counts = (np.int32(plan.rounds), np.int32(1))
+            tails, rows, mass, done, drawn = ROUNDS(
+                plan, inputs, tails, run.rows, *counts, run.mass
+            )
+        run = run.follow(tails, rows, mass)
+        done, drawn = to_host((done, drawn))
+        parts.append(jax.tree.map(lambda x, done=done: x[:done], drawn))
+        if overflow is not None and run.is_running:
+            run = run.evict(overflow)
+    return _make_result(run, parts, options)
 
 
 def stream(
@@ -179,16 +183,27 @@ def stream(
     The prefill runs, and errors are raised, at the first `next`. The attention mass is that of the
     latest step alone, initially that of the prompt.
     """
-    until, asked = _split_until(options)
-    model, constants, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
-    before_B = np.asarray(state.context.prompt_B)
-    for now, step in _iterate_steps(model, constants, cache, state, until, options):
-        yield _make_result(step, now, options, before_B, width=1)
-        before_B = np.asarray(step.context.length_B)
+    until, start_options = _split_until(options)
+    run = _start(model, params, tokens_BT, by_step=True, **start_options)
+    for now, step in _iterate_steps(run, until, options):
+        yield _make_result(now, [step.drawn], options, 1).replace(
+            sites=step.sites, attention_mass=step.mass
+        )
+
+
+def _finish_by_step(run: "_Run", until: Until | None, options: GenerateKwargs) -> GenerateResult:
+    """Return the result of `generate` in steps, each of which Python may see."""
+    found, chosen, parts = list[dict[str, Any]](), options.get("read_steps"), []
+    for number, (now, step) in enumerate(_iterate_steps(run, until, options), -1):
+        run = now
+        parts.append(step.drawn)
+        if step.sites and (chosen is None or number in chosen):
+            found.append(to_host(step.sites))
+    return _make_result(run, parts, options).replace(sites=join_steps(found))
 
 
 def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
-    """Return `until` and the other options."""
+    """Return `until`, and the options of `_start`."""
     for name in options.keys() - GenerateKwargs.__annotations__.keys():
         known = suggest_name(name, GenerateKwargs.__annotations__)
         raise SamplingError(f"generate has no option {name:.60}{known}")
@@ -207,12 +222,47 @@ def join_steps(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: np.concatenate([x[name] for x in found], axis) for name, axis in axes.items()}
 
 
-def _prefill(
-    program: CachedJit,
+class _Run(NamedTuple):
+    """A generation between two calls of its loop.
+
+    first: The tokens after the prompts. finish_B: Why rows ended, on the host. in_groups: Whether
+    stages of a pipeline decode a group of rows each. mass: Attention mass so far.
+    """
+
+    plan: Plan
+    inputs: LoopInputs
+    cache: KVCache
+    rows: RowState
+    first: Drawn
+    finish_B: np.ndarray
+    in_groups: bool
+    mass: jax.Array | None
+
+    @property
+    def is_running(self) -> bool:
+        return bool((self.finish_B == Finish.RUNNING).any())
+
+    def follow(self, tails: Tails, rows: RowState, mass: jax.Array | None) -> "_Run":
+        """Return the run after its loop has written these tails."""
+        assert isinstance(tails.target, KVCache)
+        cache = tails.target.replace(frozen=self.cache.frozen)
+        return self._replace(cache=cache, rows=rows, mass=mass, finish_B=np.asarray(rows.finish_B))
+
+    def evict(self, overflow: OverflowPolicy) -> "_Run":
+        """Return the run with room in its cache."""
+        state = OverflowState(
+            self.plan.model, self.inputs.params, self.cache, self.rows.context, self.mass
+        )
+        cache, mass = make_room(overflow, state)
+        return self._replace(cache=cache, mass=mass)
+
+
+def _start(
     model: Model,
     params: Params,
     tokens_BT: Any,
     *,
+    by_step: bool,
     max_new_tokens: int | Sequence[int],
     lengths_B: Any = None,
     sampler: Sampler = GREEDY,
@@ -226,14 +276,14 @@ def _prefill(
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,
-) -> tuple[Model, LoopConstants, KVCache, DecodeState]:
-    """Check capacities, prefill, and sample the first token of each row; return the loop's model
-    and its first state.
+) -> _Run:
+    """Check all input, run the prompts, and draw the first token of each row.
 
-    program: the one that runs next, which is compiled while the prompt runs.
+    by_step: which program runs next; it is compiled while the prompts run.
     """
     check_model(model, params)
     check_sampler(sampler)
+    check_mass(attention_mass)
     if overflow is not None and not isinstance(overflow, OverflowPolicy):
         raise SamplingError(
             f"overflow must be a policy of jaxllm.generation.loops.overflow, got {overflow!r:.60}"
@@ -242,203 +292,150 @@ def _prefill(
     B, T = tokens_BT.shape
     budget_B = token_budgets(max_new_tokens, B)
     top_logprobs = check_int("top_logprobs", top_logprobs, 0, model.config.vocab_size)
+    chunk = default_chunk() if chunk is None else check_int("chunk", chunk, 1, error=TokenError)
     if overflow is not None and attention_mass is not False:
         raise SamplingError("attention_mass and overflow cannot be combined: eviction moves slots")
     names, checked = check_read(model, read), check_edits(model, edits, B, 1, None)
     if overflow is not None and checked.edits:
         raise SamplingError("edits and overflow cannot be combined: a policy may run tokens again")
     needed = T + int(budget_B.max()) - 1  # the last token never runs
-    fresh = cache is None
+    given = cache
     if cache is None:
         capacity = bucket_size(needed)
         if overflow is not None:
             capacity = min(capacity, model.config.default_cache_size)
         cache = init_cache(model, B, capacity)
     check_usable(cache)
-    check_continuation(model, None if fresh else cache, lengths_B, budget_B)
-    token_BL, length_B = initial_text(None if fresh else cache, tokens_BT, lengths_B, needed)
+    check_cache(model.config, cache, B)
+    check_continuation(model, given, lengths_B, budget_B)
+    token_BL, length_B = initial_text(given, tokens_BT, lengths_B, needed)
     if overflow is None:
         check_capacity(model, cache, needed)
     else:
         tokens_BT, lengths_B = truncate_to_recent(cache, tokens_BT, lengths_B, overflow)
-    if overflow is not None and overflow.reads_mass:
-        attention_mass = True
-    reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
-    reading["edits"] = checked
-    prepare_prefill(model, params, cache, tokens_BT, **reading)
+        attention_mass = overflow.reads_mass
+    positions_BT = next_positions(cache, tokens_BT.shape, lengths_B)
+    check_rope_continuation(model.config, cache, positions_BT)
+    cache = label_cache(cache, checked)
+    passes = plan_passes(
+        promise_packed(model, cache), params, cache, tokens_BT, positions_BT, chunk, checked,
+        attention_mass,
+    )  # fmt: skip
+    passes.prepare()
     if overflow is None:
         model = promise_packed(model, cache, lengths_B)
-    limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
-    constants = LoopConstants(params, (), limits, checked, names)
-    cache = label_cache(cache, checked)
-    key_B = as_row_keys(seed, B)
-    L, N = token_BL.shape[1], top_logprobs
-    token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
-        (
-            token_BL,
-            length_B,
-            np.zeros(B, np.int32),
-            np.full(B, Finish.RUNNING, np.int32),
-            np.zeros((B, L), np.float32),
-            np.full((B, L, N), NO_TOKEN, np.int32),
-            np.zeros((B, L, N), np.float32),
-        )
+    in_groups = (
+        not (by_step or overflow or attention_mass) and row_groups(model, cache.batch) is not None
     )
-    context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
-    top_BLN = (top_token, top_logprob)
-    processed_BL = logprob_BL if processed_logprobs else None
-    state = DecodeState(
-        newest_B, finish_B, context, sampler, logprob_BL, top_BLN, None, processed_BL
-    )
+    rows = start_rows(token_BL, length_B, budget_B, sampler, seed, eos_token_ids)
+    plan = Plan(
+        model, 1 if by_step else token_BL.shape[1], top=top_logprobs, processed=processed_logprobs,
+        attention_mass=attention_mass, names=names,
+    )  # fmt: skip
+    inputs = LoopInputs(params, edits=checked)
     if attention_mass is False:  # while the prompt's program is compiled, and the prompt runs
         logits = jax.ShapeDtypeStruct((B, model.config.vocab_size), np.float32)
-        _SAMPLE.prepare(limits, state, logits)
+        FIRST_DRAW.prepare(top_logprobs, processed_logprobs, rows, logits)
+        tails = Tails(cache.replace(frozen=()))
+        now = (plan, inputs.replace(frozen=cache.frozen), tails, rows)
         if budget_B.max() > 1:
-            args = _program_arguments(model, constants, cache, state, attention_mass)
-            program.prepare(*args)
-    out = prefill(model, params, cache, tokens_BT, donate=fresh, **reading)
-    state = state.replace(mass=out.attention_mass)
-    return model, constants, out.cache, _SAMPLE(limits, state, out.logits)
+            if by_step:
+                ROUND.prepare(*now)
+            elif in_groups:
+                PIPELINED_ROUNDS.prepare(*now)
+            else:
+                ROUNDS.prepare(*now, np.int32(0), np.int32(0), None)
+    out = run_passes(passes, donate=given is None)
+    rows, first = FIRST_DRAW(top_logprobs, processed_logprobs, rows, out.logits)
+    return _Run(
+        plan, inputs, out.cache, rows, first, np.asarray(rows.finish_B), in_groups,
+        out.attention_mass,
+    )  # fmt: skip
 
 
 def _make_result(
-    state: DecodeState,
-    cache: KVCache,
-    options: GenerateKwargs,
-    start_B: np.ndarray | None = None,
-    width: int | None = None,
+    run: _Run, parts: Sequence[Drawn], options: GenerateKwargs, width: int | None = None
 ) -> GenerateResult:
-    """Extract the tokens from `start_B` on (default: after the prompt), on the host."""
-    prompt_B, length_B = np.asarray(state.context.prompt_B), np.asarray(state.context.length_B)
-    start_B = prompt_B if start_B is None else start_B
+    """Return the tokens that were drawn, `[B, width]`; by default as wide as the largest limit."""
     width = int(np.max(options["max_new_tokens"])) if width is None else width
-    index_BT = start_B[:, None] + np.arange(width)[None]
-    there_BT = index_BT < length_B[:, None]
-    index_BT = np.where(there_BT, index_BT, 0)
-
-    def cut(array: jax.Array, blank: Any) -> jax.Array:  # in numpy: a JAX slice would compile
-        x: np.ndarray = to_host(array)
-        there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
-        found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
-        return jax.device_put(np.where(there, found, x.dtype.type(blank)))
-
-    asked = bool(options.get("top_logprobs", 0))
+    joined = join_drawn(to_host(list(parts)), width)
+    asked, context = bool(options.get("top_logprobs", 0)), run.rows.context
+    joined["length_B"] = np.asarray(context.length_B) - np.asarray(context.prompt_B)
+    found = jax.device_put(joined)
     return GenerateResult(
-        cut(state.context.token_BL, NO_TOKEN),
-        cut(state.logprob_BL, 0),
-        jax.device_put(length_B - prompt_B),
-        state.finish_B,
-        cache,
-        cut(state.top_BLN[0], NO_TOKEN) if asked else None,
-        cut(state.top_BLN[1], 0) if asked else None,
-        state.mass,
-        None if state.processed_BL is None else cut(state.processed_BL, 0),
-        state.sites,
+        found["token_B"],
+        found["logprob_B"],
+        found["length_B"],
+        run.rows.finish_B,
+        run.cache,
+        found["top_token_BN"] if asked else None,
+        found["top_logprob_BN"] if asked else None,
+        run.mass,
+        found.get("processed_B"),
     )
 
 
+class _Step(NamedTuple):
+    """What a step drew, as a round of one column, and what it read."""
+
+    drawn: Drawn
+    mass: jax.Array | None = None
+    sites: Mapping[str, jax.Array] = MappingProxyType({})
+
+
 def _iterate_steps(
-    model: Model,
-    constants: LoopConstants,
-    cache: KVCache,
-    state: DecodeState,
-    until: Until | None,
-    options: GenerateKwargs,
-) -> Iterator[tuple[KVCache, DecodeState]]:
-    """Yield cache and state after each step, until every row has ended."""
+    run: _Run, until: Until | None, options: GenerateKwargs
+) -> Iterator[tuple[_Run, _Step]]:
+    """Yield run and step after each token, until every row has ended."""
     overflow, forced = options.get("overflow"), options.get("forced")
-    mass, before_B = _requested_mass(options), np.asarray(state.context.prompt_B)
-    total = state.mass
+    step = _Step(run.first, run.mass)
     while True:
-        for cache_now, now in _each_token(cache, state, before_B):
+        for now, one in _each_column(run, step):
             if until is not None:
-                grown_B = np.asarray(now.context.length_B) > before_B
-                ends_B = until(np.where(grown_B, now.newest_B, NO_TOKEN))
-                finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), now.finish_B)
-                now = now.replace(finish_B=jax.device_put(finish_B))
-            before_B = np.asarray(now.context.length_B)
-            yield cache_now, now
-            if not is_running(now):
+                token_B = np.asarray(one.drawn.token_B)[0, 0]
+                ends_B = until(token_B) & (token_B >= 0)
+                finish_B = np.where(ends_B, np.int32(Finish.STOP), now.finish_B)
+                rows = now.rows.replace(finish_B=jax.device_put(finish_B))
+                now = now._replace(rows=rows, finish_B=finish_B)
+            yield now, one
+            if not now.is_running:
                 return
-        state = now
-        if forced is not None and (token_1T := _forced_run(forced(), state, options)) is not None:
-            *args, _ = _program_arguments(model, constants, cache, state, mass)
-            tail, state = _FORCED(*args, token_1T)
-            cache = tail.replace(frozen=cache.frozen)
-            continue
-        if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache, total = make_room(
-                overflow, OverflowState(model, constants.params, cache, state.context, total)
-            )
-            state = state.replace(mass=total)
-        cache, state = _run_program(_STEP, model, constants, cache, state, mass)
-        if total is not None and state.mass is not None:
-            total = total + state.mass
+        run = now
+        inputs = run.inputs
+        if forced is not None and (token_1K := _forced_run(forced(), run, options)) is not None:
+            inputs = inputs.replace(forced_RK=token_1K)
+        elif overflow is not None and int(run.cache.cursor) >= run.cache.capacity:
+            run = run.evict(overflow)
+        inputs = inputs.replace(frozen=run.cache.frozen)
+        tails, rows, out = ROUND(run.plan, inputs, Tails(run.cache.replace(frozen=())), run.rows)
+        mass = None if run.mass is None else run.mass + out.mass
+        step = _Step(jax.tree.map(lambda x: x[None], out.drawn), out.mass, out.sites)
+        run = run.follow(tails, rows, mass)
 
 
-def _each_token(
-    cache: KVCache, state: DecodeState, before_B: np.ndarray
-) -> Iterator[tuple[KVCache, DecodeState]]:
-    """Yield cache and state after each of the newest tokens, of which one row may have several."""
-    length_B = np.asarray(state.context.length_B)
-    more = int((length_B - before_B).max()) - 1
-    for back in range(more, 0, -1):
-        at_B = length_B - back
-        context = state.context.replace(length_B=jax.device_put(at_B))
-        newest_B = np.asarray(state.context.token_BL)[np.arange(at_B.size), at_B - 1]
-        running_B = np.full_like(state.finish_B, Finish.RUNNING)
-        newest_B, running_B = jax.device_put((newest_B, running_B))
-        then = state.replace(context=context, newest_B=newest_B, finish_B=running_B)
-        yield rewind(cache, back), then
-    yield cache, state
+def _each_column(run: _Run, step: _Step) -> Iterator[tuple[_Run, _Step]]:
+    """Yield run and step after each of a round's tokens, of which a single row may have several."""
+    columns, context = step.drawn.token_B.shape[1], run.rows.context
+    if columns == 1:
+        yield run, step
+        return
+    valid = int(np.asarray(step.drawn.valid_B)[0, :, 0].sum())
+    for i in range(valid):
+        drawn = jax.tree.map(lambda x, i=i: x[:, i : i + 1], step.drawn)
+        at_B = jax.device_put(np.asarray(context.length_B) - (valid - 1 - i))
+        finish_B = drawn.finish_B[0, 0]
+        rows = run.rows.replace(context=context.replace(length_B=at_B), finish_B=finish_B)
+        cache = rewind(run.cache, columns - 1 - i) if i < columns - 1 else run.cache
+        now = run._replace(cache=cache, rows=rows, finish_B=np.asarray(finish_B))
+        yield now, _Step(drawn)
 
 
-def _forced_run(
-    tokens: list[int], state: DecodeState, options: GenerateKwargs
-) -> np.ndarray | None:
-    """Return the newest token and forced ones to run in one pass, `[1, T]`; None for few."""
-    new = int(state.context.length_B[0]) - int(state.context.prompt_B[0])
-    room = int(np.max(options["max_new_tokens"])) - new
-    count = min(len(tokens) + 1, room)
-    for width in _FORCED_WIDTHS:
-        if width <= count:
-            return np.array([[int(state.newest_B[0]), *tokens[: width - 1]]])
-    return None
-
-
-def _run_program(
-    program: CachedJit,
-    model: Model,
-    constants: LoopConstants,
-    cache: KVCache,
-    state: DecodeState,
-    mass: MassMode,
-) -> tuple[KVCache, DecodeState]:
-    """Run a program on the tail; frozen segments are inputs only, so they are never copied."""
-    tail, state = program(*_program_arguments(model, constants, cache, state, mass))
-    return tail.replace(frozen=cache.frozen), state
-
-
-def _program_arguments(
-    model: Model,
-    constants: LoopConstants,
-    cache: KVCache,
-    state: DecodeState,
-    mass: MassMode,
-) -> tuple[Any, ...]:
-    constants = constants.replace(frozen=cache.frozen)
-    return model, constants, cache.replace(frozen=()), state.replace(sites={}), mass
-
-
-def _requested_mass(options: GenerateKwargs) -> MassMode:
-    """Return the attention mass to compute: as requested, or as the overflow policy needs it."""
-    overflow = options.get("overflow")
-    asked = options.get("attention_mass", False)
-    return True if overflow is not None and overflow.reads_mass else asked
-
-
-_SAMPLE = CachedJit(sample)
-_STEP = CachedJit(decode_and_sample, static_argnums=(0, 4), donate_argnums=2)
-_LOOP = CachedJit(decode_until_done, static_argnums=(0, 4), donate_argnums=2)
-_FORCED = CachedJit(decode_forced, static_argnums=(0,), donate_argnums=2)
-_PIPELINED_LOOP = CachedJit(decode_pipelined, static_argnums=(0, 4), donate_argnums=2)
+def _forced_run(tokens: list[int], run: _Run, options: GenerateKwargs) -> np.ndarray | None:
+    """Return forced tokens to run after the newest in one pass, `[1, K]`; None for few."""
+    ends = {*options.get("eos_token_ids", ())}
+    tokens = [*takewhile(lambda token: token not in ends, tokens)]
+    context = run.rows.context
+    new = int(context.length_B[0]) - int(context.prompt_B[0])
+    count = min(len(tokens) + 1, int(np.max(options["max_new_tokens"])) - new)
+    width = next((width for width in _FORCED_WIDTHS if width <= count), None)
+    return None if width is None else np.array([tokens[: width - 1]], np.int32)

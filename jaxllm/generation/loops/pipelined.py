@@ -4,6 +4,7 @@ In the plain loop of `generate` all stages but one are idle. Here, in each tick,
 different group of rows. Tokens, random keys and cache slots are the same as in the plain loop.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache, constrain_cache, replicate_for_host
-from jaxllm.generation.loops.finish import Finish, select_rows
-from jaxllm.generation.loops.state import DecodeState, LoopConstants, sample
-from jaxllm.steps import MassMode
+from jaxllm.generation.loops.draft import last_tokens
+from jaxllm.generation.loops.rounds import LoopInputs, Plan, Tails, blank_results
+from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
+from jaxllm.ops.compile_cache import CachedJit
 
 
 def row_groups(model: Any, rows: int) -> np.ndarray | None:
@@ -28,55 +30,59 @@ def row_groups(model: Any, rows: int) -> np.ndarray | None:
     return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)
 
 
-def decode_pipelined(
-    model: Any,
-    constants: LoopConstants,
-    tail: KVCache,
-    state: DecodeState,
-    attention_mass: MassMode,
-) -> tuple[KVCache, DecodeState]:
-    """Run `state.decode_until_done` pipelined, for a model and rows with `row_groups`.
+def run_pipelined(
+    plan: Plan, inputs: LoopInputs, tails: Tails, rows: RowState
+) -> tuple[Tails, RowState, jax.Array, Drawn]:
+    """Run `rounds.run_rounds` pipelined until all rows have ended; `row_groups` must be possible.
 
     The tail must have room for all tokens. The attention mass is not supported.
     """
-    rows = tail.batch
-    group_B, start = jnp.asarray(row_groups(model, rows)), tail.cursor
-    stages = model.axes.stage
+    model: Any = plan.model
+    tail, batch, stages = tails.target, rows.finish_B.shape[0], model.axes.stage
+    assert isinstance(tail, KVCache)
+    group_B, start = jnp.asarray(row_groups(model, batch)), tail.cursor
 
     def is_unfinished(carry: Any) -> jax.Array:
-        return (carry[2].finish_B == Finish.RUNNING).any()
+        return live_rows(carry[2], None).any()
 
     def tick(carry: Any) -> Any:
-        number, tail, state, flight, position_B = carry
-        running_B = state.finish_B == Finish.RUNNING
+        number, tail, rows, results, flight, position_B = carry
+        running_B = live_rows(rows, None)
         enters_B = group_B == number % stages
         position_B = jnp.where(enters_B, jnp.where(running_B, tail.next_position_B, -1), position_B)
-        token_B = jnp.where(running_B, state.newest_B, 0)  # 0 is padding for rows that have ended
+        newest_B = last_tokens(rows.context, 1)[:, 0]
+        token_B = jnp.where(running_B, newest_B, 0)  # 0 is padding for rows that have ended
         tail = _record_tokens(tail, enters_B, position_B, token_B, start + number // stages)
         logits_BV, flight, segment = model.run_tick(
-            constants.params,
-            (*constants.frozen, tail.tail),
-            flight,
-            number,
-            start,
-            token_B,
-            position_B,
+            inputs.params, (*inputs.frozen, tail.tail), flight, number, start, token_B, position_B
         )
-        leaves_B = (group_B == (number + 1) % stages) & (number + 1 >= stages)
-        others_B = jnp.where(leaves_B, state.finish_B, jnp.int32(Finish.STOP))
-        drawn = sample(constants.limits, state.replace(finish_B=others_B), logits_BV)
-        state = select_rows(leaves_B, drawn, state)
-        return number + 1, tail.replace(tail=segment), state, flight, position_B
+        leaves_B = running_B & (group_B == (number + 1) % stages) & (number + 1 >= stages)
+        finite_B = jnp.isfinite(logits_BV).all(axis=1)
+        rows, drawn, _ = draw(
+            rows, None, leaves_B, logits_BV, finite_B, top=plan.top, processed=plan.processed
+        )
+        done = jnp.maximum((number + 1) // stages - 1, 0)  # rounds of the rows that leave
+        put = partial(_put_round, done=done, leaves_B=leaves_B)
+        results = jax.tree.map(put, results, drawn)
+        return number + 1, tail.replace(tail=segment), rows, results, flight, position_B
 
     begin = (
         jnp.zeros((), jnp.int32),
         tail,
-        state,
-        model.empty_pipeline(rows),
-        jnp.full((rows,), -1, jnp.int32),
+        rows,
+        blank_results(plan, rows),
+        model.empty_pipeline(batch),
+        jnp.full((batch,), -1, jnp.int32),
     )
-    _, tail, state, _, _ = jax.lax.while_loop(is_unfinished, tick, begin)
-    return constrain_cache(tail, model), replicate_for_host(state, model)
+    number, tail, rows, results, *_ = jax.lax.while_loop(is_unfinished, tick, begin)
+    told = replicate_for_host((rows, -(-number // stages), results), model)
+    return Tails(constrain_cache(tail, model)), *told
+
+
+def _put_round(x: jax.Array, new: jax.Array, *, done: jax.Array, leaves_B: jax.Array) -> jax.Array:
+    """Set a round's only column in the rows that leave the pipeline."""
+    where = leaves_B.reshape(-1, *[1] * (new.ndim - 1))
+    return x.at[done, 0].set(jnp.where(where, new, x[done, 0]))
 
 
 def _record_tokens(
@@ -98,3 +104,6 @@ def _record_tokens(
         cursor=jnp.where(real_B.any(), jnp.maximum(tail.cursor, slot + 1), tail.cursor),
         next_position_B=jnp.where(real_B, position_B + 1, tail.next_position_B),
     )
+
+
+PIPELINED_ROUNDS = CachedJit(run_pipelined, static_argnums=(0,), donate_argnums=2)

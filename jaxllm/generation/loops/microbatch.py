@@ -29,7 +29,7 @@ from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 Array = Any  # a jax or numpy array
 Sites = dict[str, jax.Array]  # what was read, by full name
 OutputKind = Literal["logits", "hidden"]
-ALONE = 32  # tokens: a longer run already uses all cores, and is never batched with others
+MAX_BATCHED_RUN = 32  # tokens; a longer run is never batched, since one already uses all cores
 
 
 class TokenRun(NamedTuple):
@@ -162,16 +162,16 @@ def bucket_rows(count: int) -> int:
 
 
 def pack_microbatch(
-    runs: Sequence[TokenRun], rows: int, *, few_rows: bool = False
+    runs: Sequence[TokenRun], rows: int, *, invariant_rows: bool = False
 ) -> tuple[Microbatch, np.ndarray]:
     """Pack token runs into a microbatch; also return the microbatch row of each run.
 
-    rows: number of cache rows. few_rows: single tokens use as few rows as they need, as wider runs
-    always do; by default they use all rows, like a decode step.
+    rows: number of cache rows. invariant_rows: whether shapes do not change bits. Single tokens
+    then use as few rows as they need, as wider runs always do; else all, like a decode step.
     """
     width = _padded_width(max(run.index_T.size for run in runs))
-    few = bucket_rows(len(runs)) if few_rows else next_power_of_two(len(runs))
-    uses_all_rows = (width == 1 and not few_rows) or few >= rows
+    few = bucket_rows(len(runs)) if invariant_rows else next_power_of_two(len(runs))
+    uses_all_rows = (width == 1 and not invariant_rows) or few >= rows
     R = rows if uses_all_rows else few
     at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
     row_R = np.full(R, rows, np.int32)

@@ -1,0 +1,289 @@
+"""The rows of a serving loop: the request that occupies each, and what its steps return."""
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import EMPTY, KVCache
+from jaxllm.generation.batching.prefix_store import Prefix, read_prefix
+from jaxllm.generation.batching.requests import MAX_TOP_LOGPROBS, Event, Request, StepStats
+from jaxllm.generation.loops.draft import NO_DRAFT, NO_DRAFTS, Draft, DraftStats
+from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, put_rows, take_rows
+from jaxllm.generation.loops.microbatch import TokenRun, bucket_rows, row_adapters
+from jaxllm.generation.loops.rounds import LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
+from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
+from jaxllm.generation.sampling.stacked import StackedSampler
+from jaxllm.models.site_inputs import stack_rows
+from jaxllm.models.sites import NO_EDITS, Edits
+from jaxllm.ops.padding import pad_rows
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params
+
+_TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
+
+
+class Sampled(NamedTuple):
+    """A row's next token.
+
+    finish: why the row ends with it, apart from `until`; NON_FINITE: there is no token. top: the
+    likeliest tokens. draft_stats: what its column adds to them; None outside of rounds. sites: what
+    was read, of one row.
+    """
+
+    token: int
+    logprob: float
+    finish: Finish
+    top: list[tuple[int, float]]
+    draft_stats: DraftStats | None = None
+    sites: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+StepSamples = dict[int, Sampled]  # the tokens of one step, by row
+
+
+@dataclasses.dataclass(frozen=True)
+class ActiveRequest:
+    """A request that occupies a row.
+
+    Attributes:
+        kind: Of its sampler (`fit_sampler`).
+        prefix: What had run before.
+        num_run: Tokens that have run.
+        edits, read, read_steps: Checked, for one row.
+        num_drafted: Tokens that have run in the draft model, and belong to the text.
+        tokens: The new ones, a list that later states of the request share.
+    """
+
+    request: Request
+    prompt_T: np.ndarray
+    kind: Hashable
+    prefix: Prefix
+    num_run: int = 0
+    edits: Edits = NO_EDITS
+    read: tuple[str, ...] = ()
+    read_steps: frozenset[int] | None = None
+    num_drafted: int = 0
+    draft_stats: DraftStats = NO_DRAFTS
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of new tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_T(self) -> np.ndarray:
+        """The prompt and the new tokens that have run: all but the last."""
+        return np.concatenate([self.prompt_T, np.array(self.tokens[:-1], np.int32)])
+
+    @property
+    def can_burst(self) -> bool:
+        """Whether its next steps may run in one call: it has no prompt left and reads nothing."""
+        steps, step = self.read_steps, self.num_generated - 1
+        done_reading = not self.read or (steps is not None and max(steps, default=-1) < step)
+        return self.num_generated > 0 and done_reading
+
+    def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
+        """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
+
+        multiple: of the prompt's first tokens that have run, unless all of them have.
+        """
+        stop = min(self.num_run + room, self.prompt_T.size)
+        if stop < self.prompt_T.size:
+            stop -= stop % multiple
+        if self.num_run < self.prompt_T.size:
+            token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
+        else:
+            token_T, length = np.array([self.tokens[-1]]), self.num_run + 1
+        position_T = np.arange(self.num_run, self.num_run + token_T.size)
+        output_T = position_T == length - 1
+        at, adapter = position_T, self.request.adapter
+        step, chosen = self.num_generated - 1, self.read_steps
+        read = self.read if (step >= 0 if chosen is None else step in chosen) else ()
+        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter, read)
+
+    def follow(self, ran: int, drawn: Sampled | None) -> tuple["ActiveRequest", Finish | None]:
+        """Return the request after `ran` more tokens and the one drawn, and why it ends, if so."""
+        changes: dict[str, Any] = {"num_run": self.num_run + ran}
+        if drawn is None or drawn.finish == Finish.NON_FINITE:
+            active = dataclasses.replace(self, **changes)
+            return active, None if drawn is None else drawn.finish
+        if drawn.draft_stats is not None:
+            changes["num_drafted"] = self.num_drafted + 1
+            changes["draft_stats"] = self.draft_stats.plus(drawn.draft_stats)
+        self.tokens.append(drawn.token)
+        until = self.request.until
+        stops = until is not None and until(drawn.token)
+        finish = Finish.STOP if stops else drawn.finish
+        active = dataclasses.replace(self, **changes)
+        return active, None if finish == Finish.RUNNING else finish
+
+    def make_event(
+        self, finish: Finish | None, step: StepStats, drawn: Sampled | None = None
+    ) -> Event:
+        """Return an event of the request, without a token if none was drawn."""
+        if drawn is not None and drawn.finish == Finish.NON_FINITE:
+            drawn = None
+        token, logprob, top = (drawn.token, drawn.logprob, drawn.top) if drawn else (None, None, [])
+        count = self.request.top_logprobs
+        return Event(
+            self.request.id,
+            token,
+            logprob,
+            finish,
+            None,
+            step,
+            top_logprobs=top[:count] if count and drawn else None,
+            cached_tokens=self.prefix.num_run,
+            sites=drawn.sites if drawn else {},
+            draft_stats=self.draft_stats,
+        )
+
+
+class ServeState(NamedTuple):
+    """State of the serving loop.
+
+    kinds: those of the rows' samplers, in order. edits: stacked along a row axis.
+    """
+
+    cache: KVCache
+    rows: RowState
+    kinds: tuple[Hashable, ...]
+    active: dict[int, ActiveRequest]
+    edits: Edits = NO_EDITS
+    draft: Draft = NO_DRAFT
+
+    def kind_mask(self, places: dict[int, int], size: int) -> np.ndarray:
+        """Return which rows use which kind of sampler, bool `[K, size]`. places: of each row."""
+        kind_KR = np.zeros((len(self.kinds), size), bool)
+        for row, r in places.items():
+            kind_KR[self.kinds.index(self.active[row].kind), r] = True
+        return kind_KR
+
+    def top_width(self, model: Model) -> int:
+        """Return how many likeliest tokens to compute: the least width that all requests fit."""
+        needed = max(active.request.top_logprobs for active in self.active.values())
+        return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
+
+
+def read_sampled(drawn: Drawn, at: Any, stats: Any = None) -> Sampled:
+    """Return a row's token from host arrays. at: its row, or its round, column and row.
+
+    stats: of this column, if it is one of a round.
+    """
+    top = []
+    if drawn.top_token_BN is not None:
+        pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
+        top = list(zip(*pair, strict=True))
+    stats = None if stats is None else DraftStats(*stats.tolist())
+    token, logprob = drawn.token_B[at].item(), drawn.logprob_B[at].item()
+    return Sampled(token, logprob, Finish(drawn.finish_B[at].item()), top, stats)
+
+
+def empty_rows(rows: int, capacity: int) -> RowState:
+    """Return the state of empty rows; a text may have one token more than its cache."""
+    zeros_B = np.zeros(rows, np.int32)
+    arrays = (
+        np.full((rows, capacity + 1), NO_TOKEN, np.int32),
+        *(zeros_B.copy() for _ in range(4)),
+        np.tile(pad_eos_ids(()), (rows, 1)),
+        np.zeros(rows, bool),
+    )
+    token_BL, prompt_B, length_B, *rest = jax.device_put(arrays)
+    return RowState(Context(token_BL, prompt_B, length_B, row_keys(0, rows)), (), *rest)
+
+
+def fill_request(
+    state: ServeState, row: int, active: ActiveRequest, sampler: Sampler
+) -> ServeState:
+    """Return the state in which a free row has this request and an empty cache."""
+    eos_E, rows = pad_eos_ids(active.request.eos_token_ids), state.rows
+    missing = eos_E.size - rows.eos_BE.shape[1]
+    if missing > 0:  # one that compiles programs again
+        eos_BE = np.pad(rows.eos_BE, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        rows = rows.replace(eos_BE=jax.device_put(eos_BE))
+    eos_E = np.pad(eos_E, (0, max(-missing, 0)), constant_values=NO_TOKEN)
+    at = state.kinds.index(active.kind)
+    position_BS, rows, stacked = fill_row(
+        state.cache.tail.position_BS,
+        rows.replace(samplers=()),
+        rows.samplers[at],
+        np.int32(row),
+        one_row(rows, active.prompt_T, active.request.max_new_tokens, active.request.seed, eos_E),
+        sampler,
+    )
+    samplers = (*state.rows.samplers[:at], stacked, *state.rows.samplers[at + 1 :])
+    cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
+    held = {**state.active, row: active}
+    edited = {r: other.edits for r, other in held.items() if other.edits.edits}
+    return state._replace(
+        cache=read_prefix(cache, row, active.prefix),
+        rows=rows.replace(samplers=samplers),
+        active=held,
+        edits=stack_rows(edited, cache.batch),
+    )
+
+
+def one_row(
+    rows: RowState, prompt_T: np.ndarray, new: int, seed: int, eos_E: np.ndarray
+) -> RowState:
+    """Return what `fill_row` puts into a row, without its sampler."""
+    width, length = rows.context.token_BL.shape[1], np.int32(prompt_T.size)
+    token_L = pad_rows([prompt_T], width=width, fill=NO_TOKEN)[0]
+    context = Context(token_L, length, length, row_keys(seed, 1)[0])  # type: ignore[arg-type]
+    return RowState(context, (), np.int32(Finish.RUNNING), length + np.int32(new), eos_E, np.False_)  # type: ignore[arg-type]
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def fill_row(
+    position_BS: jax.Array,
+    rows: RowState,
+    stacked: StackedSampler,
+    row: jax.Array,
+    filled: RowState,
+    sampler: Sampler,
+) -> tuple[jax.Array, RowState, StackedSampler]:
+    """Clear a row of the cache and give it a new text and sampler."""
+    rows, stacked = jax.tree.map(
+        lambda old, new: old.at[row].set(new), (rows, stacked), (filled, StackedSampler(sampler))
+    )
+    return position_BS.at[row].set(EMPTY), rows, stacked
+
+
+@partial(jax.jit, static_argnums=4, donate_argnums=0)
+def draw_rows(
+    rows: RowState, kind_KR: jax.Array, out_R1V: jax.Array, row_R: jax.Array | None, top: int
+) -> tuple[RowState, Drawn]:
+    """Draw from a microbatch's logits `[R, 1, V]`, for rows `row_R`."""
+    some, logits_RV = take_rows(rows, row_R), out_R1V[:, 0]
+    finite_R = jnp.isfinite(logits_RV).all(axis=1)
+    some, drawn, _ = draw(some, kind_KR, live_rows(some, kind_KR), logits_RV, finite_R, top=top)
+    return put_rows(rows, row_R, some), drawn
+
+
+def round_arguments(
+    model: Model, params: Params, state: ServeState, burst: int, rounds: int, invariant_rows: bool
+) -> tuple[dict[int, int], tuple[Any, ...]]:
+    """Return the place of each row, and the arguments of `rounds.SERVED_ROUNDS`."""
+    rows, active, draft = state.cache.batch, state.active, state.draft
+    R = min(bucket_rows(len(active)), rows) if invariant_rows else rows
+    row_R = None
+    if rows > R:
+        row_R = np.full(R, rows, np.int32)
+        row_R[: len(active)] = list(active)
+    places = {row: row if row_R is None else r for r, row in enumerate(active)}
+    adapters = {places[row]: one.request.adapter for row, one in active.items()}
+    plan = Plan(model, burst, draft.source, draft.width, top=state.top_width(model))
+    inputs = LoopInputs(
+        params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
+        row_adapters(adapters, R),
+    )  # fmt: skip
+    tails, counts = Tails(state.cache.tail, draft.tail), (np.int32(rounds), np.int32(len(active)))
+    return places, (plan, inputs, tails, state.rows, *counts)
