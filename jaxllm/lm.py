@@ -34,8 +34,9 @@ from jaxllm.generation.completion import (
     GenerationConfig,
     StopTracker,
     StreamChunk,
-    complete_prompts,
     generation_args,
+    per_prompt,
+    select_adapters,
     to_finish_reason,
     top_logprobs,
 )
@@ -202,8 +203,12 @@ class LM:
                 self.generate(p, **row_options(options, row, len(prompts)))
                 for row, p in enumerate(prompts)
             ]
-        completions = complete_prompts(self, prompts, config)
-        n = config.num_return_sequences
+        lm, n = select_adapters(self, len(prompts), config), config.num_return_sequences
+        completions = config.decoder.run(lm, prompts, config)
+        seeds = per_prompt(config.seed, len(completions))
+        completions = [
+            dataclasses.replace(c, seed=s) for c, s in zip(completions, seeds, strict=True)
+        ]
         if n == 1:
             return completions[0] if single else completions
         groups = [completions[i : i + n] for i in range(0, len(completions), n)]

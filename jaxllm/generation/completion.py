@@ -24,6 +24,7 @@ from jaxllm.generation.loops.generate import GenerateKwargs, GenerateResult
 from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.grammar.grammar import Matcher
+from jaxllm.models.inputs import CheckedPrompts
 from jaxllm.ops.padding import pad_rows
 from jaxllm.steps import EditMap
 from jaxllm.text.stream_decoder import StreamDecoder
@@ -197,18 +198,14 @@ class Decoder(ABC):
         return num_return_sequences
 
 
-def complete_prompts(
-    lm: LanguageModel, prompts: list[list[int]], config: GenerationConfig
-) -> list[Completion]:
-    """Return `num_return_sequences` completions per prompt, in order, from the call's decoder."""
+def select_adapters(lm: LanguageModel, prompts: int, config: GenerationConfig) -> LanguageModel:
+    """Return the model with the adapters that a call asks for, one or one per prompt."""
     adapter = config.adapter
     if isinstance(adapter, list):
-        _check_row_adapters(adapter, len(prompts), config.decoder)
-    if adapter is not None:
-        lm = lm.with_row_adapters([adapter] if isinstance(adapter, str) else adapter)
-    completions = config.decoder.run(lm, prompts, config)
-    seeds = per_prompt(config.seed, len(completions))
-    return [dataclasses.replace(c, seed=s) for c, s in zip(completions, seeds, strict=True)]
+        _check_row_adapters(adapter, prompts, config.decoder)
+    if adapter is None:
+        return lm
+    return lm.with_row_adapters([adapter] if isinstance(adapter, str) else adapter)
 
 
 def _check_row_adapters(names: list[str | None], prompts: int, decoder: Decoder) -> None:
@@ -222,17 +219,16 @@ def _check_row_adapters(names: list[str | None], prompts: int, decoder: Decoder)
 
 def generation_args(
     prompts: list[list[int]], config: GenerationConfig
-) -> tuple[np.ndarray, GenerateKwargs]:
-    """Return the tokens `[B, T]` and keyword arguments of `generate` for these prompts."""
+) -> tuple[CheckedPrompts, GenerateKwargs]:
+    """Return the prompts and keyword arguments of `generate`."""
     cache = config.cache
     if cache is not None:
         if len(prompts) > 1:
             raise CacheMismatchError("a cache holds one prompt. Fork it for several")
         cache, rest = reuse_prefix(cache, prompts[0], int(np.max(config.max_new_tokens)))
         prompts = [rest]
-    return pad_rows(prompts), {
+    return pad_prompts(prompts), {
         "max_new_tokens": config.max_new_tokens,
-        "lengths_B": prompt_lengths(prompts),
         "sampler": config.sampler,
         "seed": seed_keys(config.seed, len(prompts)),
         "eos_token_ids": config.eos_token_ids,
@@ -389,9 +385,9 @@ def per_prompt(value: int | Sequence[int], count: int) -> list[int]:
     return list(value) if isinstance(value, Sequence) else [value] * count
 
 
-def prompt_lengths(prompts: list[list[int]]) -> np.ndarray:
-    """Return the prompts' lengths, int32 `[B]`."""
-    return np.array([len(p) for p in prompts], np.int32)
+def pad_prompts(prompts: list[list[int]]) -> CheckedPrompts:
+    """Return prompts of ids that `LM.encode` has checked."""
+    return CheckedPrompts(pad_rows(prompts), np.array([len(p) for p in prompts], np.int32))
 
 
 def seed_keys(seed: int | Sequence[int], rows: int) -> int | jax.Array:

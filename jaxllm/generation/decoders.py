@@ -20,8 +20,8 @@ from jaxllm.generation.completion import (
     generation_args,
     make_completion,
     make_completions,
+    pad_prompts,
     per_prompt,
-    prompt_lengths,
     seed_keys,
     to_finish_reason,
     top_logprobs,
@@ -39,7 +39,6 @@ from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.generation.loops.speculative import speculative_generate
 from jaxllm.generation.sampling.grammar_mask import only_masks
-from jaxllm.ops.padding import pad_rows
 
 Prompts = list[list[int]]
 
@@ -111,8 +110,7 @@ class BeamSearch(Decoder):
         result = beam_search(
             lm.model,
             lm.params,
-            pad_rows(prompts),
-            lengths_B=prompt_lengths(prompts),
+            pad_prompts(prompts),
             max_new_tokens=int(np.max(config.max_new_tokens)),
             num_beams=self.num_beams,
             length_penalty=self.length_penalty,
@@ -157,8 +155,7 @@ class SpeculativeDecoding(Decoder):
         result = speculative_generate(
             lm.model,
             lm.params,
-            pad_rows(prompts),
-            lengths_B=prompt_lengths(prompts),
+            pad_prompts(prompts),
             draft=PromptLookup(ngram=self.max_matching_ngram_size)
             if assistant is None
             else (assistant.model, assistant.params),

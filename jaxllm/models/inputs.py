@@ -6,7 +6,7 @@ JAX operation would be compiled for every new length.
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -203,19 +203,27 @@ def next_positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Arr
     return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
 
 
-def check_prompts(
-    config: ModelConfig, tokens_BT: Any, lengths_B: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompts `[B, T]` and their lengths `[B]` as int32, with padding replaced by 0.
+class CheckedPrompts(NamedTuple):
+    """Prompts whose ids are of the vocabulary: int32 `[B, T]`, padded with 0, and lengths `[B]`."""
+
+    tokens_BT: np.ndarray
+    lengths_B: np.ndarray
+
+
+def check_prompts(config: ModelConfig, tokens_BT: Any, lengths_B: Any) -> CheckedPrompts:
+    """Return checked prompts; `CheckedPrompts` are returned as they are.
 
     lengths_B: None if there is no padding. Raises TokenError unless the tokens are `[B, T]` ids of
     the vocabulary, and for lengths that do not match them.
     """
+    if isinstance(tokens_BT, CheckedPrompts):
+        return tokens_BT
     tokens_BT = check_int_array("tokens", as_array("tokens", tokens_BT), TokenError)
     position_BT = next_positions(None, check_shape(tokens_BT), lengths_B)
     real_BT = position_BT >= 0
     check_token_ids(tokens_BT, config.vocab_size, real_X=real_BT)
-    return np.where(real_BT, tokens_BT, 0).astype(np.int32), real_BT.sum(axis=1, dtype=np.int32)
+    tokens_BT = np.where(real_BT, tokens_BT, 0).astype(np.int32)
+    return CheckedPrompts(tokens_BT, real_BT.sum(axis=1, dtype=np.int32))
 
 
 def check_shape(tokens_BT: Any) -> tuple[int, ...]:

@@ -223,7 +223,7 @@ class CachedJit:
 
     def __call__(self, *args: Any) -> Any:
         if _folder is None or get_opaque_trace_state(convention="flax") != _NO_TRACE:
-            return self._jit(*args)
+            return self._jit.choose(args)(*args)
         constant, traced = self._split(args)
         known = self._loaded.setdefault((constant, _native_settings()), [])
         for compiled in known:

@@ -74,7 +74,8 @@ class Program:
             for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INTEGER_OPTIONS)
         ]
 
-    def _choose(self, args: tuple[Any, ...]) -> Any:
+    def choose(self, args: tuple[Any, ...]) -> Any:
+        """Return the jitted function for these arguments."""
         if target() != "cuda" or os.environ.get("JAXLLM_GPU_OPTIONS") == "0":
             return self._plain
         if get_opaque_trace_state(convention="flax") != _NO_TRACE:
@@ -84,8 +85,8 @@ class Program:
         return self._for_cuda[_INT4 in dtypes or (_INT8 in dtypes and _UINT8 not in dtypes)]
 
     def __call__(self, *args: Any) -> Any:
-        return self._choose(args)(*args)
+        return self.choose(args)(*args)
 
     def lower(self, *args: Any) -> Any:
         """Return the lowered program for these arguments, or their shapes."""
-        return self._choose(args).lower(*args)
+        return self.choose(args).lower(*args)

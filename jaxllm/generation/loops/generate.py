@@ -46,7 +46,16 @@ from jaxllm.models.sites import SITES, split_name
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
-from jaxllm.steps import EditMap, MassMode, check_mass, default_chunk, plan_passes, run_passes
+from jaxllm.steps import (
+    EditMap,
+    MassMode,
+    PromptPasses,
+    StepOutput,
+    check_mass,
+    default_chunk,
+    plan_passes,
+    run_passes,
+)
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -151,7 +160,8 @@ def generate(
     """
     until, start_options = _split_until(options)
     by_step = until is not None or bool(options.get("read"))
-    run = _start(model, params, tokens_BT, by_step=by_step, **start_options)
+    start = _prepare(model, params, tokens_BT, by_step=by_step, **start_options)
+    run = start.follow_prompt(run_passes(start.passes, donate=start.donate))
     if by_step:
         return _finish_by_step(run, until, options)
     plan, overflow, parts = run.plan, options.get("overflow"), [run.first]
@@ -184,7 +194,8 @@ def stream(
     latest step alone, initially that of the prompt.
     """
     until, start_options = _split_until(options)
-    run = _start(model, params, tokens_BT, by_step=True, **start_options)
+    start = _prepare(model, params, tokens_BT, by_step=True, **start_options)
+    run = start.follow_prompt(run_passes(start.passes, donate=start.donate))
     for now, step in _iterate_steps(run, until, options):
         yield _make_result(now, [step.drawn], options, 1).replace(
             sites=step.sites, attention_mass=step.mass
@@ -203,7 +214,7 @@ def _finish_by_step(run: "_Run", until: Until | None, options: GenerateKwargs) -
 
 
 def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
-    """Return `until`, and the options of `_start`."""
+    """Return `until`, and the options of `_prepare`."""
     for name in options.keys() - GenerateKwargs.__annotations__.keys():
         known = suggest_name(name, GenerateKwargs.__annotations__)
         raise SamplingError(f"generate has no option {name:.60}{known}")
@@ -257,7 +268,25 @@ class _Run(NamedTuple):
         return self._replace(cache=cache, mass=mass)
 
 
-def _start(
+class _Start(NamedTuple):
+    """A checked generation before its prompts run. donate: whether they may overwrite the cache."""
+
+    plan: Plan
+    inputs: LoopInputs
+    rows: RowState
+    passes: PromptPasses
+    donate: bool
+    in_groups: bool
+
+    def follow_prompt(self, out: StepOutput) -> _Run:
+        """Draw the first token of each row; return the run."""
+        plan, inputs = self.plan, self.inputs
+        rows, first = FIRST_DRAW(plan.top, plan.processed, self.rows, out.logits)
+        finish_B, mass = np.asarray(rows.finish_B), out.attention_mass
+        return _Run(plan, inputs, out.cache, rows, first, finish_B, self.in_groups, mass)
+
+
+def _prepare(
     model: Model,
     params: Params,
     tokens_BT: Any,
@@ -276,10 +305,10 @@ def _start(
     attention_mass: MassMode = False,
     read: Sequence[str] = (),
     edits: EditMap | None = None,
-) -> _Run:
-    """Check all input, run the prompts, and draw the first token of each row.
+) -> _Start:
+    """Check all input; load or compile the programs that run next, in other threads.
 
-    by_step: which program runs next; it is compiled while the prompts run.
+    by_step: whether Python sees each step.
     """
     check_model(model, params)
     check_sampler(sampler)
@@ -345,12 +374,7 @@ def _start(
                 PIPELINED_ROUNDS.prepare(*now)
             else:
                 ROUNDS.prepare(*now, np.int32(0), np.int32(0), None)
-    out = run_passes(passes, donate=given is None)
-    rows, first = FIRST_DRAW(top_logprobs, processed_logprobs, rows, out.logits)
-    return _Run(
-        plan, inputs, out.cache, rows, first, np.asarray(rows.finish_B), in_groups,
-        out.attention_mass,
-    )  # fmt: skip
+    return _Start(plan, inputs, rows, passes, given is None, in_groups)
 
 
 def _make_result(
