@@ -2,8 +2,8 @@
 
 hardware: device specifications. memory: bytes on each device. communication: the collectives of a
 step (collective: one kind; context_parallel: those of context parallelism). estimate: times from
-peak rates, and the largest batch and context. search: a ranking of meshes. simulate: many requests
-on many replicas. open_model: a checkpoint or a bare configuration; report: plans as text.
+peak rates, and the largest batch and context. search: a ranking of meshes. open_model: a
+checkpoint or a bare configuration; report: plans as text.
 
 Collectives and bytes match compiled programs (`sharding.collective_stats`); times are bounds from
 data sheets.

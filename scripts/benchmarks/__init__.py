@@ -25,5 +25,5 @@ grammar_speed: decoding speed with and without a grammar, and the time of masks.
 speculation: drafts that are accepted under both rules, and speed with drafts in `serve`.
 trees: a tree of tokens compared with chains; n-gram trees as drafts.
 serve_load: throughput and latencies of servers under N clients, and what HTTP costs.
-simulate_serving: the tables of docs/scale.md.
+cluster_table: the table of docs/scale.md.
 """

@@ -20,23 +20,27 @@ def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
-@in_both("lm")
-def test_generate_equals_decode_steps(lm: Any) -> None:
-    """Greedy tokens and log-probabilities equal decode_step calls, and the cache holds all but the
-    last token.
+@in_both("lm", sampled=[False, True])
+def test_generate_equals_decode_steps(lm: Any, sampled: bool) -> None:
+    """Tokens and log-probabilities equal decode_step calls, of which each draws with its position's
+    key, and the cache holds all but the last token.
     """
     model, params = lm
     prompt = tokens(2, 7)
     cache = jaxllm.init_cache(model.config, 2, 30)
     logits, cache = jaxllm.prefill(model, params, cache, prompt)
     expected, logprobs = [], []
-    for _ in range(12):
+    for length in range(7, 19):
         token_B = jnp.argmax(logits, axis=1)
+        if sampled:
+            key_B = jax.vmap(jax.random.fold_in, (0, None))(jaxllm.row_keys(3, 2), length)
+            token_B = jax.vmap(jax.random.categorical)(key_B, logits)
         expected.append(token_B)
         rows = jnp.arange(2)
         logprobs.append(jax.nn.log_softmax(logits)[rows, token_B])
         logits, cache = jaxllm.decode_step(model, params, cache, token_B, donate=True)
-    result = jaxllm.generate(model, params, prompt, max_new_tokens=12)
+    sampler = Sampler() if sampled else jaxllm.GREEDY
+    result = jaxllm.generate(model, params, prompt, max_new_tokens=12, sampler=sampler, seed=3)
     assert result.token_BT.tolist() == np.stack(expected, 1).tolist()
     np.testing.assert_allclose(result.logprob_BT, np.stack(logprobs, 1), atol=1e-4)
     assert result.finish_B.tolist() == [Finish.LENGTH] * 2

@@ -9,7 +9,7 @@ import pytest
 from jaxllm import models
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.plan.open_model import open_for_planning
-from scripts.benchmarks.simulate_serving import SHAPE
+from scripts.benchmarks.cluster_table import SHAPE
 from tests.conftest import Run, assert_refused, succeed
 
 NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"

@@ -13,6 +13,7 @@ import pytest
 import jaxllm
 from jaxllm.errors import ConfigError
 from scripts.benchmarks import (
+    cluster_table,
     compare_peers,
     experts,
     family_speed,
@@ -25,7 +26,6 @@ from scripts.benchmarks import (
     patching,
     policy_table,
     prefix_table,
-    simulate_serving,
     speculation,
     trees,
 )
@@ -190,10 +190,10 @@ def test_lookup_table_runs_on_a_text(tmp_path: Path, capsys: Printed) -> None:
     assert float(rows[3][3]) > 0
 
 
-def test_scale_page_contains_current_simulation_tables() -> None:
-    """docs/scale.md has exactly the tables that simulate_serving generates."""
+def test_scale_page_contains_the_current_table() -> None:
+    """docs/scale.md has exactly the table that cluster_table generates."""
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    assert simulate_serving.replace_tables(page) == page
+    assert cluster_table.replace_table(page) == page
 
 
 @pytest.mark.more
