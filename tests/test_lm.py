@@ -27,8 +27,8 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
+from jaxllm.generation.option_table import OPTIONS
 from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
-from jaxllm.generation.options.table import OPTIONS
 from tests.conftest import Run, succeed
 from tests.tiny_models import BOTH, in_both, save_random, tokens
 

@@ -166,8 +166,7 @@ def _suggest_option(option: str, params: list[Any]) -> str:
     close = suggest_name(option, [name for name in flags if name.startswith("--")])
     if close or "--option" not in flags:
         return close
-    from jaxllm.generation.options import OPTIONS
-    from jaxllm.generation.sampling.aliases import ALIASES
+    from jaxllm.generation.option_table import ALIASES, OPTIONS
 
     name = option.lstrip("-").replace("-", "_")
     ours = ALIASES.get(name, name)

@@ -111,7 +111,7 @@ class Conversation:
 
     def list_options(self) -> str:
         """Return the options set by the user or by the checkpoint, one per line."""
-        from jaxllm.generation.options import OPTIONS
+        from jaxllm.generation.option_table import OPTIONS
 
         lines = [f"seed = {self.seed}"]
         lines += [

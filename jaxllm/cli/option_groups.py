@@ -24,6 +24,7 @@ from jaxllm.cli.options import (
     read_text_option,
 )
 from jaxllm.errors import SamplingError
+from jaxllm.generation.option_table import OPTIONS
 from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
@@ -36,47 +37,52 @@ def draw_seed() -> int:
     return int(multihost.broadcast_from_zero(lambda: str(secrets.randbelow(1 << 32))))
 
 
+# Options of `LM.generate` that have flags: the type of a flag, its spellings and what --help shows.
+_FLAGS: dict[str, tuple[type, str, str | None]] = {
+    "max_new_tokens": (int, "--max-new-tokens -n", None),
+    "temperature": (float, "--temperature --temp -t", None),
+    "top_k": (int, "", None),
+    **dict.fromkeys(("top_p", "min_p", "repetition_penalty"), (float, "", None)),
+    "regex": (str, "", "REGEX"),
+    "choice": (str, "", "A,B,..."),
+    **dict.fromkeys(("json_schema", "lark", "gbnf"), (Path, "", "FILE")),
+}
+
+
+def _add_flags(cls: type) -> type:
+    """Add the fields of `_FLAGS`, with what the options do as their help."""
+    hints: dict[str, Any] = {}
+    for name, (kind, names, metavar) in _FLAGS.items():
+        row = OPTIONS[name]
+        words = [row.effect.rstrip("."), f"({row.note})" * bool(row.note)]
+        text = " ".join(filter(None, words)) + "."
+        option = typer.Option(*names.split(), metavar=metavar, help=text[0].upper() + text[1:])
+        hints[name] = Annotated[kind | None, option]
+        setattr(cls, name, None)
+    cls.__annotations__ = hints | cls.__annotations__
+    return cls
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@_add_flags
 class SamplingOptions:
     """Options of text generation.
 
     Attributes:
-      max_new_tokens: Maximum number of new tokens [default: 256, or what fits the context].
-      temperature: Sampling temperature; 0 is greedy [default: greedy].
-      top_k: Number of most likely tokens to sample from.
-      top_p: Total probability of the most likely tokens to sample from (nucleus).
       more: Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4
-      min_p: Minimum probability of a token to sample, relative to the most likely one.
-      repetition_penalty: Penalty on the logits of tokens already in the text; 1 is off.
-      regex: Regular expression that the text must match as a whole.
-      choice: Texts with commas between them, of which the text must be one.
-      json_schema: File with a JSON schema: the text must be JSON that it describes.
-      lark: File with a Lark grammar that the text must follow.
-      gbnf: File with a grammar in llama.cpp's form that the text must follow.
       seed: Random seed [default: random for generate and chat, which print it; 0 for batch].
     """
 
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n")] = None
-    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", "-t")] = None
-    top_k: int | None = None
-    top_p: float | None = None
     more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    regex: Annotated[str | None, typer.Option(metavar="REGEX")] = None
-    choice: Annotated[str | None, typer.Option(metavar="A,B,...")] = None
-    json_schema: Annotated[Path | None, typer.Option(metavar="FILE")] = None
-    lark: Annotated[Path | None, typer.Option(metavar="FILE")] = None
-    gbnf: Annotated[Path | None, typer.Option(metavar="FILE")] = None
     seed: Annotated[str | None, typer.Option(metavar="N|random")] = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `LM.generate` by name, without the seed; grammars are read from files."""
-        named = {name: x for name, x in vars(self).items() if name not in ("more", "seed")}
-        for name in ("json_schema", "lark", "gbnf"):
-            if named[name] is not None:
-                named[name] = read_text_option(f"--{name.replace('_', '-')}", named[name])
+        named = {name: getattr(self, name) for name in _FLAGS}
+        for name, value in named.items():
+            if isinstance(value, Path):
+                named[name] = read_text_option(f"--{name.replace('_', '-')}", value)
         return named
 
     def parse_seed(self, default: int | str) -> int | str:

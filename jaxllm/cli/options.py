@@ -6,12 +6,13 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from jaxllm.cli.console import log, spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
+from jaxllm.generation.option_table import OverflowName
 from jaxllm.runtime import multihost, signals
 from jaxllm.runtime.device_memory import describe_memory
 
@@ -80,8 +81,7 @@ Steer = Annotated[
 Overflow = Annotated[
     str | None,
     typer.Option(
-        help="Policy for a full context: refuse, slide, sinks, heavy, pooled, pooled-by-use,"
-        " segments [default: refuse]."
+        help=f"Policy for a full context: {', '.join(get_args(OverflowName))} [default: refuse]."
     ),
 ]
 

@@ -1,6 +1,6 @@
 """Decoders: a frozen dataclass per decoding method, which runs its loop and returns text.
 
-The fields of a decoder are its own options, checked by their rows in `options/table.py`.
+The fields of a decoder are its own options, checked by their rows in `option_table.py`.
 """
 
 import dataclasses

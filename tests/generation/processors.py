@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from jaxllm.generation.sampling.sampler import Context, Processor, row_keys
 
@@ -28,6 +29,12 @@ def apply(processor: Processor, scores: Any, context: Context | None = None) -> 
     """Return the processed scores, for an empty text without a context."""
     context = context or Context.empty(jax.random.key(0), len(scores))
     return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
+
+
+def apply_theirs(processor: Any, scores: np.ndarray, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return what a processor of transformers makes of each row by itself."""
+    pairs = zip(rows, torch.tensor(scores), strict=True)
+    return torch.cat([processor(torch.tensor([ids]), row_V[None]) for ids, row_V in pairs]).numpy()
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:

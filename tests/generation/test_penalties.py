@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as theirs
 
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.penalties import DryPenalty, FrequencyPenalty, RepetitionPenalty
-from tests.generation.processors import apply, logits, make_context
+from tests.generation.processors import apply, apply_theirs, logits, make_context
 
 NO_BREAKERS = np.full(1, -1, np.int32)
 
@@ -79,11 +78,8 @@ def test_repetition_penalty_equals_transformers_per_row(penalty: float) -> None:
     rng, x = np.random.default_rng(1), logits(4, 31)
     rows = [rng.integers(0, 31, n).tolist() for n in (1, 7, 24, 16)]
     ours = apply(RepetitionPenalty(penalty), x, make_context(rows, [1, 3, 10, 16]))
-    for row, tokens in enumerate(rows):
-        expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(
-            torch.tensor([tokens]), torch.tensor(x[row : row + 1])
-        )
-        np.testing.assert_allclose(ours[row], expected.numpy()[0], rtol=1e-6)
+    expected = apply_theirs(theirs.RepetitionPenaltyLogitsProcessor(penalty), x, rows)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
 def test_presence_and_frequency_count_only_sampled_tokens() -> None:
@@ -107,10 +103,8 @@ def test_penalties_count_real_tokens_not_empty_slots() -> None:
         assert apply(RepetitionPenalty(2.0), x, context).tolist() == [[0.5, 1, 0.5, 1]]
         assert apply(FrequencyPenalty(0.0, 0.25), x, context).tolist() == [[0.5, 1, 0.75, 1]]
     assert apply(RepetitionPenalty(2.0), x, make_context([[]])).tolist() == x.tolist()
-    assert (
-        apply(DryPenalty(1.0, 2.0, 1, -1, NO_BREAKERS), x, make_context([[]])).tolist()
-        == x.tolist()
-    )
+    dry = DryPenalty(1.0, 2.0, 1, -1, NO_BREAKERS)
+    assert apply(dry, x, make_context([[]])).tolist() == x.tolist()
 
 
 @settings(max_examples=60)
@@ -146,9 +140,8 @@ def test_dry_settings_and_breakers_apply_per_row() -> None:
     x = logits(4, 5)
     ours = apply(DryPenalty(*columns, breakers), x, make_context([tokens] * 4))
     for row, (multiplier, base, allowed, last_n) in enumerate(each):
-        gone = dry_by_hand(
-            tokens, 5, multiplier, base, allowed, last_n, set(breakers[row].tolist())
-        )
+        stops = set(breakers[row].tolist())
+        gone = dry_by_hand(tokens, 5, multiplier, base, allowed, last_n, stops)
         np.testing.assert_allclose(ours[row], x[row] - gone, rtol=1e-5)
 
 

@@ -154,7 +154,7 @@ def test_xtc_chance_is_independent_of_draw() -> None:
 def test_mirostat_equals_brute_force() -> None:
     """Each step equals Algorithm 2 of Basu et al. 2021 in plain Python, on the tokens drawn."""
     tau, eta, steps = [3.0, 0.0, 1.5], [0.1, 0.3, 0.9], 30
-    sampler = Sampler((Mirostat.start(jnp.array(tau), jnp.array(eta)),)).begin(3)
+    sampler = Sampler((Mirostat(jnp.array(tau), jnp.array(eta), 2 * jnp.array(tau)),)).begin(3)
     step = jax.jit(sample_next)
     mu = [2 * t for t in tau]
     for i in range(steps):

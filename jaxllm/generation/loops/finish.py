@@ -11,11 +11,11 @@ import numpy as np
 from jaxllm.cache.kv import MAX_SLOTS
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.generation.option_table import MAX_TOKENS
 from jaxllm.runtime.validation import check_int, check_int_array
 
 _EOS_MULTIPLE = 8  # end-of-text ids are padded to a multiple of this, to avoid recompilation
 NO_TOKEN = -1
-MAX_TOKENS = 1 << 30  # positions are int32
 
 
 class Finish(IntEnum):

@@ -4,22 +4,22 @@
 generation_config.json are all checked against it before anything is loaded or run. Options have
 Hugging Face's names; for common names of other libraries the error suggests ours.
 
-table: the options and their types. validators: checks of single values. check: checks of whole
-requests, and the decoder that they select. resolve: a request over the checkpoint's defaults.
+check: checks of values and of whole requests, and the decoder that they select. resolve: a request
+over the checkpoint's defaults. The table itself is `generation.option_table`.
 """
 
-from jaxllm.generation.options.check import (
-    check_options,
-    check_values,
-    row_options,
-    select_decoder,
-)
-from jaxllm.generation.options.table import (
+from jaxllm.generation.option_table import (
     OPTIONS,
     GenerateOptions,
     Kind,
     Option,
     document_options,
+)
+from jaxllm.generation.options.check import (
+    check_options,
+    check_values,
+    row_options,
+    select_decoder,
 )
 
 __all__ = [

@@ -1,20 +1,54 @@
 """Option checks: unknown names, invalid values and incompatible combinations."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import jax
 import numpy as np
 
+from jaxllm.cache.kv import KVCache
 from jaxllm.errors import SamplingError, suggest_name
-from jaxllm.generation.completion import Decoder
-from jaxllm.generation.decoders import DECODERS, PlainGeneration
-from jaxllm.generation.options.table import OPTIONS, Kind
-from jaxllm.generation.sampling.aliases import HINTS
-from jaxllm.generation.sampling.options import PROCESSORS
+from jaxllm.generation import option_table
+from jaxllm.generation.completion import Decoder, LanguageModel, StoppingCriterion
+from jaxllm.generation.decoders import DECODERS, BeamSearch, PlainGeneration
+from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
+from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, GenerateOptions, Kind, Option
+from jaxllm.generation.sampling.options import PROCESSORS, check_sampling_option
+from jaxllm.generation.sampling.parsers import is_within
+from jaxllm.generation.sampling.sampler import Processor, Sampler, ScoreFunction
+from jaxllm.grammar.grammar import KINDS, Grammar, as_grammar
+from jaxllm.models.edits import as_edits
+from jaxllm.runtime.validation import is_integer, is_number
+from jaxllm.steps import EditMap
 
 _CALL_NAMES: dict[Kind, str] = {"generate": "", "stream": "stream", "serve": "a request to serve"}
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_GROUPS: dict[str, tuple[type[Decoder], ...]] = {
+    "": (),
+    "plain": (PlainGeneration,),
+    "plain or beams": (PlainGeneration, BeamSearch),
+    "samplers": tuple(decoder for decoder in DECODERS if decoder.samples),
+}
+# The decoders that take each option: its group, and those that have it as a field.
+TAKEN_BY = {
+    name: _GROUPS[option.decoders]
+    + tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
+    or DECODERS
+    for name, option in OPTIONS.items()
+}
+_NAMED = {kind.__name__: kind for kind in (KVCache, LanguageModel, Processor, Sampler, Grammar)}
+_ALIASES = {
+    "np": np,
+    "StoppingCriterion": StoppingCriterion,
+    "ScoreFunction": ScoreFunction,
+    "EditMap": EditMap,
+    "OverflowPolicy": OverflowPolicy,
+}
+_TYPES = get_type_hints(GenerateOptions, {**vars(option_table), **_NAMED, **_ALIASES})
 
 
 def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
@@ -42,7 +76,7 @@ def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]
         if option is None or value is None:
             continue
         try:
-            checked[name] = option.check(value)
+            checked[name] = _check_value(name, value, option)
         except SamplingError as error:
             wrong.append(f"{source}{error}")
         except (TypeError, ValueError, OverflowError):
@@ -62,7 +96,7 @@ def select_decoder(
     """
     merged = {**defaults, **options}
     selecting = [
-        OPTIONS[name].decoders
+        TAKEN_BY[name]
         for name, value in merged.items()
         if OPTIONS[name].selects_decoder and value != OPTIONS[name].default
     ]
@@ -73,14 +107,11 @@ def select_decoder(
     if selected and kind == "stream":
         raise SamplingError(f"stream does not support {decoder.name}. Use generate")
     if selected and kind == "serve":
-        names = [
-            name for name in OPTIONS if OPTIONS[name].decoders == (decoder,) and name in merged
-        ]
+        names = [name for name in OPTIONS if TAKEN_BY[name] == (decoder,) and name in merged]
         raise SamplingError(f"{_CALL_NAMES[kind]} does not take {names[0]}")
     for name, value in options.items():
-        option = OPTIONS[name]
-        if not option.is_taken_by(decoder, kind) and not _is_default(value, option.default):
-            needed = f", which requires {' or '.join(d.name for d in option.decoders)}"
+        if not is_taken(name, decoder, kind) and not _is_default(name, value):
+            needed = f", which requires {' or '.join(d.name for d in TAKEN_BY[name])}"
             raise SamplingError(
                 f"{_CALL_NAMES[kind] or decoder.name} does not take {name}"
                 f"{needed if kind == 'generate' else ''}"
@@ -103,9 +134,7 @@ def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, An
 
     def row_value(name: str, value: Any) -> Any:
         per_row = OPTIONS[name].per_row and isinstance(value, list | tuple | np.ndarray)
-        return (
-            value[row] if per_row and not isinstance(value, str) and len(value) == rows else value
-        )
+        return value[row] if per_row and len(value) == rows else value
 
     return {name: row_value(name, value) for name, value in options.items()}
 
@@ -116,5 +145,76 @@ def _suggest(name: Any) -> str:
     return suggest_name(str(name), OPTIONS) or " (help(jaxllm.LM.generate) lists all options)"
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)
+def is_taken(name: str, decoder: type[Decoder], kind: Kind) -> bool:
+    """Return whether a call that uses this decoder takes the option."""
+    return decoder in TAKEN_BY[name] and kind in OPTIONS[name].calls
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = OPTIONS[name].default
+    same = type(value) is type(default) and bool(value == default)
+    return same and OPTIONS[name].decoders != "samplers"
+
+
+def _check_value(name: str, value: Any, option: Option) -> Any:
+    """Return the normalized value; raises TypeError or ValueError for an invalid one."""
+    if name in PROCESSORS:
+        return check_sampling_option(name, value)
+    if name in KINDS:
+        return as_grammar(value, name)
+    value = _convert(value, _TYPES[name], option)
+    if isinstance(option.default, tuple):
+        value = tuple(value) if isinstance(value, list) else (value,)
+    if name == "stop_strings" and "" in value:
+        raise ValueError
+    if name == "overflow" and isinstance(value, str):
+        return OVERFLOWS[value]
+    for edit in value.values() if name == "edits" else ():
+        as_edits(edit)
+    return value
+
+
+def _convert(x: Any, kind: Any, option: Option) -> Any:
+    """Return x as a type of `GenerateOptions`: numbers as Python's, sequences as lists."""
+    origin, within = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for one in within:
+            try:
+                return _convert(x, one, option)
+            except (TypeError, ValueError):
+                continue
+    elif origin is Literal:
+        if isinstance(x, str) and x in within:
+            return x
+    elif origin is Sequence:
+        if isinstance(x, list | tuple) or (isinstance(x, np.ndarray | jax.Array) and x.ndim):
+            return [_convert(item, within[0], option) for item in x]
+    elif origin is Mapping:
+        if isinstance(x, Mapping) and all(isinstance(name, within[0]) for name in x):
+            return x
+    elif origin is Callable:
+        if _takes_two_args(x):
+            return x
+    elif kind is int:
+        if is_integer(x) and is_within(operator.index(x), option) and x <= MAX_SEED:
+            return operator.index(x)
+    elif kind is float:
+        if is_number(x) and is_within(x, option):
+            return float(x)
+    elif kind is bool:
+        if isinstance(x, bool | np.bool_):
+            return bool(x)
+    elif kind is not np.ndarray and isinstance(x, kind):
+        return x
+    raise ValueError
+
+
+def _takes_two_args(x: Any) -> bool:
+    """Return whether x can be called with two arguments, judging by its signature."""
+    try:
+        inspect.signature(x).bind(None, None)
+    except ValueError:  # it has no signature
+        return callable(x)
+    except TypeError:
+        return False
+    return True

@@ -11,8 +11,8 @@ from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
 from jaxllm.generation.completion import GenerationConfig
 from jaxllm.generation.loops.overflow import OverflowPolicy
-from jaxllm.generation.options.check import Kind, check_values, select_decoder
-from jaxllm.generation.options.table import OPTIONS
+from jaxllm.generation.option_table import OPTIONS, Kind
+from jaxllm.generation.options.check import check_values, is_taken, select_decoder
 from jaxllm.generation.sampling.constraints import MissingIds
 from jaxllm.generation.sampling.grammar_mask import grammar_mask
 from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS, make_sampler
@@ -76,7 +76,7 @@ def resolve_options(
     decoder_type = select_decoder(options, kind, defaults)
     merged = {name: option.default for name, option in OPTIONS.items()} | defaults | options
     decoder = decoder_type(**{f.name: merged[f.name] for f in dataclasses.fields(decoder_type)})
-    if not OPTIONS["num_return_sequences"].is_taken_by(decoder_type, kind):
+    if not is_taken("num_return_sequences", decoder_type, kind):
         merged["num_return_sequences"] = 1
     n, eos = merged["num_return_sequences"], merged["eos_token_id"] or ()
     new = _token_budget(config, prompts, options, generation, merged["overflow"])
@@ -84,28 +84,25 @@ def resolve_options(
     rows = len(prompts) * decoder.rows_per_prompt(n)
     _check_memory(config, rows, longest, merged, cache_dtype)
     matcher = _start_grammar(config, options, eos, tokenizer)
-    masks = []
+    masks: list[Processor] = []
     if matcher is not None:
-        mask = grammar_mask(matcher.grammar, matcher.vocabulary, by_text=kind == "serve")
-        masks.append(mask)
+        masks = [grammar_mask(matcher.grammar, matcher.vocabulary, by_text=kind == "serve")]
+    sampler = _build_sampler(config, generation, options, defaults | options, eos, new, masks)
+    # Draws no id without a token, except those that end the text. All decoders and `serve` draw
+    # with this sampler, so this is the one place. The mask is the first processor: no bias brings
+    # an id back, and truncation counts tokens only. Log-probabilities are those of all rows.
+    if missing := tokenizer and tokenizer.missing_ids(config.vocab_size, tuple(eos)):
+        sampler = sampler.replace(processors=(MissingIds(missing), *sampler.processors))
     shared = {f.name for f in dataclasses.fields(GenerationConfig)} & OPTIONS.keys()
     return GenerationConfig(
         **{name: merged[name] for name in shared}
         | {
-            "decoder": decoder,
-            "max_new_tokens": [count for count in new for _ in range(n)]
-            if isinstance(new, list)
-            else new,
-            "sampler": _mask_missing_ids(
-                _build_sampler(config, generation, options, defaults | options, eos, new, masks),
-                config,
-                eos,
-                tokenizer,
-            ),
-            "matcher": matcher,
+            "max_new_tokens": [x for x in new for _ in range(n)] if isinstance(new, list) else new,
+            "sampler": sampler,
             "seed": _resolve_seeds(merged["seed"]),
-            "stopping_criteria": merged["stopping_criteria"] or (),
         },
+        decoder=decoder,
+        matcher=matcher,
         eos_token_ids=eos,
     )
 
@@ -233,32 +230,19 @@ def _build_sampler(
         sampler: Sampler = options["sampler"]
         return sampler.replace(processors=(*masks, *sampler.processors))
     do_sample = uses_sampling(options, generation)
-    processors = {k: merged[k] for k in (*PROCESSORS, "logits_processor") if k in merged}
-    if masks:
-        processors["logits_processor"] = [*processors.get("logits_processor", []), *masks]
-    if not do_sample:
-        processors = {k: v for k, v in processors.items() if k not in ALWAYS_ON}
-        if not processors:
-            return GREEDY
+    given = {
+        name: value
+        for name, value in merged.items()
+        if name in PROCESSORS and (do_sample or name not in ALWAYS_ON)
+    }
+    added = (*merged.get("logits_processor", ()), *masks)
+    if not do_sample and not given and not added:
+        return GREEDY
     sampler = make_sampler(
-        **processors,
+        **given,
+        logits_processor=added,
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids,
         max_new_tokens=max_new_tokens,
     )
     return sampler.replace(greedy=not do_sample)
-
-
-def _mask_missing_ids(
-    sampler: Sampler, config: ModelConfig, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None
-) -> Sampler:
-    """Return a sampler that draws no id without a token, except those that end the text.
-
-    All decoders and `serve` draw with the sampler of these options, so this is the one place. The
-    mask is the first processor: no bias brings an id back, and truncation counts tokens only.
-    Log-probabilities are those of the model, over all its rows.
-    """
-    missing = tokenizer and tokenizer.missing_ids(config.vocab_size, tuple(eos_token_ids))
-    if not missing:
-        return sampler
-    return sampler.replace(processors=(MissingIds(missing), *sampler.processors))

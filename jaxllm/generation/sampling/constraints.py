@@ -11,19 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.generation.sampling.parsers import (
-    OFF_AT_0,
-    TOKENS,
-    SamplingOption,
-    biases,
-    integer,
-    min_length,
-    parse_bad_words,
-    parse_begin_suppress,
-    parse_forced_bos,
-    parse_forced_eos,
-    tokens,
-)
+from jaxllm.generation.sampling.parsers import OptionProcessor, Values
 from jaxllm.generation.sampling.penalties import (
     broadcast_rows,
     match_lengths,
@@ -49,7 +37,7 @@ class MissingIds(Processor):
         return jnp.where(missing_V[None], -jnp.inf, scores_BV)
 
 
-class SequenceBias(Processor):
+class SequenceBias(OptionProcessor):
     """Add a bias to each sequence's last token if the text ends with the tokens before it.
 
     As in transformers, biases on the same token add up. token_NS: int32, each sequence *last token
@@ -58,6 +46,12 @@ class SequenceBias(Processor):
 
     token_NS: Any
     bias_N: Any
+
+    names = ("sequence_bias",)
+
+    @classmethod
+    def from_options(cls, values: Values) -> "SequenceBias":
+        return cls(*map(jnp.asarray, values(cls.names[0])))
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         token_BN = _completing_tokens(self.token_NS, context)
@@ -69,99 +63,113 @@ class SequenceBias(Processor):
 class LogitBias(SequenceBias):
     """Add a bias to single tokens, as in OpenAI's `logit_bias`."""
 
+    names = ("logit_bias",)
 
-class NoRepeatNGram(Processor):
-    """Ban repeated n-grams of `size` tokens, prompt included (Paulus et al. 2018); 0 is off."""
 
-    size: Any
+class NoRepeatNGram(OptionProcessor):
+    """Ban repeated n-grams of this many tokens, prompt included (Paulus et al. 2018); 0 is off."""
+
+    no_repeat_ngram_size: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        size_B1 = as_column(self.size, scores_BV)
+        size_B1 = as_column(self.no_repeat_ngram_size, scores_BV)
         recent_BL = newest_first(context)
         length_BL = match_lengths(recent_BL, size_B1 - 1).astype(jnp.float32)
         ends_BL = (size_B1 > 0) & (length_BL >= size_B1 - 1)
         return _ban(scores_BV, _token_mask(scores_BV, jnp.where(ends_BL, recent_BL, -1)))
 
 
-class BadWords(Processor):
+class BadWords(OptionProcessor):
     """Ban each sequence's last token if the text ends with the tokens before it.
 
-    token_NS: as for `SequenceBias`.
+    bad_words_ids: as `token_NS` of `SequenceBias`.
     """
 
-    token_NS: Any
+    bad_words_ids: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        return _ban(scores_BV, _token_mask(scores_BV, _completing_tokens(self.token_NS, context)))
+        return _ban(
+            scores_BV, _token_mask(scores_BV, _completing_tokens(self.bad_words_ids, context))
+        )
 
 
-class SuppressTokens(Processor):
-    """Ban tokens. token_N: `[N]` or `[B, N]`."""
+class SuppressTokens(OptionProcessor):
+    """Ban tokens, `[N]` or `[B, N]`."""
 
-    token_N: Any
+    suppress_tokens: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        return _ban(scores_BV, _token_mask(scores_BV, self.token_N))
+        return _ban(scores_BV, _token_mask(scores_BV, self.suppress_tokens))
 
 
-class BeginSuppressTokens(Processor):
+class BeginSuppressTokens(OptionProcessor):
     """Ban tokens at the first step.
 
     As in transformers, if the first token is forced (`ForcedBos`), the ban applies to the second.
     """
 
-    token_N: Any
-    forced_bos: Any
+    begin_suppress_tokens: Any
+    forced_bos_token_id: Any
+
+    names = ("begin_suppress_tokens",)
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        forced_B = (as_column(self.forced_bos, scores_BV)[:, 0] >= 0) & (context.prompt_B == 1)
+        forced_B = (as_column(self.forced_bos_token_id, scores_BV)[:, 0] >= 0) & (
+            context.prompt_B == 1
+        )
         first_B = context.length_B == context.prompt_B + forced_B.astype(jnp.int32)
-        return _ban(scores_BV, _token_mask(scores_BV, self.token_N) & first_B[:, None])
+        return _ban(
+            scores_BV, _token_mask(scores_BV, self.begin_suppress_tokens) & first_B[:, None]
+        )
 
 
-class MinLength(Processor):
-    """Ban end-of-text ids until a row has `total` tokens, and `new` generated ones; 0 is off.
+class MinLength(OptionProcessor):
+    """Ban end-of-text ids until a row has enough tokens, and enough generated ones; 0 is off.
 
-    end_E: end-of-text ids, `[E]` or `[B, E]`.
+    eos_token_id: `[E]` or `[B, E]`.
     """
 
-    total: Any
-    new: Any
-    end_E: Any
+    min_length: Any
+    min_new_tokens: Any
+    eos_token_id: Any
+
+    names = ("min_length", "min_new_tokens")
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         length_B1, new_B1 = context.length_B[:, None], _num_generated(context)
-        short_B1 = length_B1.astype(jnp.float32) < as_column(self.total, scores_BV)
-        short_B1 |= new_B1 < as_column(self.new, scores_BV)
-        return _ban(scores_BV, _token_mask(scores_BV, self.end_E) & short_B1)
+        short_B1 = length_B1.astype(jnp.float32) < as_column(self.min_length, scores_BV)
+        short_B1 |= new_B1 < as_column(self.min_new_tokens, scores_BV)
+        return _ban(scores_BV, _token_mask(scores_BV, self.eos_token_id) & short_B1)
 
 
-class ForcedBos(Processor):
+class ForcedBos(OptionProcessor):
     """Force the second token of a text whose prompt is one token; -1 is off.
 
     As in transformers, all other tokens are removed, and this one gets score 0.
     """
 
-    token: Any
+    forced_bos_token_id: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         now_B1 = context.length_B[:, None] == 1
-        token_B1 = as_column(self.token, scores_BV).astype(jnp.int32)
+        token_B1 = as_column(self.forced_bos_token_id, scores_BV).astype(jnp.int32)
         return _force(scores_BV, _token_mask(scores_BV, token_B1) & now_B1)
 
 
-class ForcedEos(Processor):
+class ForcedEos(OptionProcessor):
     """Force the last token allowed by `max_new_tokens` to be one of these, `[E]` or `[B, E]`.
 
     As in transformers, all other tokens are removed, and these get score 0.
     """
 
-    token_E: Any
+    forced_eos_token_id: Any
     max_new_tokens: Any
+
+    names = ("forced_eos_token_id",)
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         now_B1 = _num_generated(context) == as_column(self.max_new_tokens, scores_BV) - 1
-        return _force(scores_BV, _token_mask(scores_BV, self.token_E) & now_B1)
+        return _force(scores_BV, _token_mask(scores_BV, self.forced_eos_token_id) & now_B1)
 
 
 def _num_generated(context: Context) -> jax.Array:
@@ -197,41 +205,3 @@ def _ban(scores_BV: jax.Array, banned_BV: jax.Array) -> jax.Array:
 def _force(scores_BV: jax.Array, wanted_BV: jax.Array) -> jax.Array:
     some_B1 = wanted_BV.any(axis=1, keepdims=True)
     return jnp.where(some_B1, jnp.where(wanted_BV, 0.0, -jnp.inf), scores_BV)
-
-
-BIASES: dict[str, SamplingOption] = {
-    "logit_bias": SamplingOption(
-        LogitBias,
-        biases(single=True),
-        "a table from token ids to biases from -100 to 100, or one such table per row",
-        is_list=True,
-    ),
-    "sequence_bias": SamplingOption(
-        SequenceBias,
-        biases(single=False),
-        "a table from sequences of token ids to finite biases, or one such table per row",
-        is_list=True,
-    ),
-}
-
-OPTIONS: dict[str, SamplingOption] = {
-    "no_repeat_ngram_size": SamplingOption(NoRepeatNGram, integer("size", 0), OFF_AT_0),
-    "bad_words_ids": SamplingOption(
-        BadWords,
-        parse_bad_words,
-        "a list of lists of token ids, or one such list per row",
-        is_list=True,
-    ),
-    "suppress_tokens": SamplingOption(SuppressTokens, tokens("token_N"), TOKENS, is_list=True),
-    "begin_suppress_tokens": SamplingOption(
-        BeginSuppressTokens, parse_begin_suppress, TOKENS, is_list=True
-    ),
-    "min_length": SamplingOption(MinLength, min_length("total"), OFF_AT_0, 0),
-    "min_new_tokens": SamplingOption(MinLength, min_length("new"), OFF_AT_0, 0),
-    "forced_bos_token_id": SamplingOption(
-        ForcedBos, parse_forced_bos, "a token id, -1 is off, or one per row"
-    ),
-    "forced_eos_token_id": SamplingOption(
-        ForcedEos, parse_forced_eos, f"a token id, {TOKENS}", is_list=True
-    ),
-}

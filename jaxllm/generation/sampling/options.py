@@ -1,26 +1,32 @@
-"""Sampling options under their common names, and the samplers built from them.
+"""Samplers from the sampling options of `option_table`."""
 
-The names and meanings are those of Hugging Face transformers, llama.cpp (`dry_*`, `xtc_*`,
-`mirostat_*`, `top_n_sigma`) and OpenAI (`presence_penalty`, `frequency_penalty`, `logit_bias`).
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxllm.errors import SamplingError, suggest_name
+from jaxllm.generation.option_table import ALIASES, OPTIONS
 from jaxllm.generation.sampling import constraints, penalties, truncation
-from jaxllm.generation.sampling.aliases import ALIASES
-from jaxllm.generation.sampling.parsers import ParseContext, SamplingOption, parse_token_id
+from jaxllm.generation.sampling.parsers import OptionProcessor, Values
 from jaxllm.generation.sampling.sampler import FunctionProcessor, Processor, Sampler
+from jaxllm.generation.sampling.truncation import Temperature, TopK, TopP
 
-
-def _suggest_name(name: str) -> str:
-    """Return a suggestion for an unknown option name."""
-    if (ours := ALIASES.get(name)) in PROCESSORS:
-        return f": use {ours}"
-    return suggest_name(name, PROCESSORS)
+_FOUND: dict[str, type[OptionProcessor]] = {
+    name: kind
+    for module in (constraints, penalties, truncation)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, OptionProcessor)
+    for name in kind.names
+}
+# In order of application: first the processors that depend on the text, of which those that force
+# tokens come last; then those of the distribution. As in llama.cpp, top_n_sigma sees the vocabulary
+# before truncation, XTC and mirostat after it.
+PROCESSORS = {name: _FOUND[name] for name in OPTIONS if name in _FOUND}
+# Those of every sampler that draws, so that setting them does not recompile.
+ALWAYS_ON: dict[str, type[OptionProcessor]] = {
+    "temperature": Temperature,
+    "top_k": TopK,
+    "top_p": TopP,
+}
 
 
 def make_sampler(
@@ -42,8 +48,7 @@ def make_sampler(
         max_new_tokens: Required by `forced_eos_token_id`.
         logits_processor: More processors, or functions as in `FunctionProcessor`; they run after
             those that depend on the text and before temperature.
-        options: Names from `PROCESSORS`. A number may be a sequence with one number per row; a list
-            of tokens, words or biases may be a list of such lists, one per row (None for empty).
+        options: Names from `PROCESSORS`, with values as in `Values`.
 
     Raises:
         SamplingError: For an unknown name or a value out of range.
@@ -55,49 +60,27 @@ def make_sampler(
             "logits_processor must be a list of Processors and functions of (scores, Context), got"
             f" {logits_processor!r:.60}"
         )
-    if unknown := [
-        f"unknown sampling option {x}{_suggest_name(x)}" for x in options.keys() - PROCESSORS
-    ]:
-        raise SamplingError("; ".join(sorted(unknown)))
-    facts = ParseContext(vocab_size, (), max_new_tokens, options.get("forced_bos_token_id", -1))
-    try:
-        facts = facts._replace(
-            eos_token_ids=[parse_token_id(token, facts) for token in eos_token_ids]
-        )
-    except (TypeError, ValueError) as error:
-        raise SamplingError(f"eos_token_ids: {error}") from None
-    factories = {o.factory for name, o in PROCESSORS.items() if o.always_on or name in options}
-    chain: dict[Callable[..., Processor], dict[str, jax.Array]] = {}
-    for name, option in PROCESSORS.items():
-        if option.factory in factories:
-            value = options.get(name, option.default)
-            chain.setdefault(option.factory, {}).update(_parse_option(name, value, option, facts))
-    processors = {make: make(**fields) for make, fields in chain.items()}
-    text = [processors.pop(make) for make in list(processors) if make in _TEXT_MAKERS]
+    if unknown := sorted(options.keys() - PROCESSORS):
+        named = [f"unknown sampling option {name}{_suggest_name(name)}" for name in unknown]
+        raise SamplingError("; ".join(named))
+    given = {**options, "max_new_tokens": max_new_tokens, "eos_token_id": eos_token_ids}
+    values = Values(given, vocab_size)
+    values("eos_token_id")  # checks them
+    on = {PROCESSORS[name] for name in (*ALWAYS_ON, *options)}
+    chain = [kind.from_options(values) for kind in dict.fromkeys(PROCESSORS.values()) if kind in on]
     added = [p if isinstance(p, Processor) else FunctionProcessor(p) for p in logits_processor]
-    return Sampler((*text, *added, *processors.values()))
+    text = sum(type(p).__module__ != truncation.__name__ for p in chain)
+    return Sampler((*chain[:text], *added, *chain[text:]))
 
 
-def check_option_value(name: str, value: Any) -> Any:
-    """Return a value; raise SamplingError if it is invalid for every vocabulary and text."""
-    _parse_option(name, value, PROCESSORS[name], ParseContext(None, (), 1, -1))
+def check_sampling_option(name: str, value: Any) -> Any:
+    """Return a value. Raises SamplingError if it is invalid for every vocabulary and text."""
+    Values({name: value})(name)
     return value
 
 
-def _parse_option(
-    name: str, value: Any, option: SamplingOption, facts: ParseContext
-) -> dict[str, jax.Array]:
-    try:
-        return option.parse(value, facts)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SamplingError(
-            f"{name} must be {option.meaning}; got {value!r:.80} ({error})"
-        ) from None
-
-
-# In order of application: first the processors that depend on the text, of which those that force
-# tokens come last; then those of the distribution.
-_TEXT_OPTIONS = constraints.BIASES | penalties.OPTIONS | constraints.OPTIONS
-PROCESSORS: dict[str, SamplingOption] = _TEXT_OPTIONS | truncation.OPTIONS
-ALWAYS_ON = tuple(name for name, option in PROCESSORS.items() if option.always_on)
-_TEXT_MAKERS = {option.factory for option in _TEXT_OPTIONS.values()}
+def _suggest_name(name: str) -> str:
+    """Return a suggestion for an unknown option name."""
+    if (ours := ALIASES.get(name)) in PROCESSORS:
+        return f": use {ours}"
+    return suggest_name(name, PROCESSORS)

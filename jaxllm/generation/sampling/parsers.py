@@ -1,186 +1,160 @@
-"""Parsers: convert the values of sampling options to arrays for their processors.
+"""Values of sampling options as arrays, and the processors that are built from them."""
 
-A parser takes the value and the call's `ParseContext`, and raises TypeError or ValueError for an
-invalid value. The tables next to the processors assign a parser to each option.
-"""
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.errors import SamplingError
+from jaxllm.generation.option_table import OPTIONS, Option
 from jaxllm.generation.sampling.sampler import Processor
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.runtime.validation import is_integer, is_number
 
-
-class ParseContext(NamedTuple):
-    """Values of the call that some parsers need besides the option's own value."""
-
-    vocab_size: int | None
-    eos_token_ids: Sequence[int]
-    max_new_tokens: Any
-    forced_bos: Any
+_BIAS_LIMITS = {"logit_bias": 100.0, "sequence_bias": float(np.finfo(np.float32).max)}
+_BOUNDS: dict[str, Callable[[Any, Any], Any]] = {
+    name: getattr(operator, name) for name in ("ge", "gt", "le", "lt")
+}
+Biased = tuple[Sequence[int], float]  # a sequence of token ids, and its bias
 
 
-Parser = Callable[[Any, ParseContext], dict[str, jax.Array]]
-
-
-class SamplingOption(NamedTuple):
-    """A user option that sets a processor or a part of one.
+class Values:
+    """The sampling options of a call, checked and converted one by one.
 
     Attributes:
-        factory: Builds the processor; options with the same factory share one processor.
-        parse: Converts the value to keyword arguments of the factory; a ValueError or TypeError
-            becomes an error that quotes `meaning`.
-        meaning: Valid values.
-        default: The value if only other options of the processor are set.
-        always_on: Whether the processor is part of every sampler, so that setting it does not
-            recompile. Others join the chain only if set.
-        is_list: Whether the value for one row is itself a list.
+        given: The options by name, with `max_new_tokens` and `eos_token_id`, which some processors
+            need. A number may be a sequence with one for each row; a list of tokens, words or
+            biases may be a list of such lists, one for each row (None for an empty one).
+        vocab_size: Token ids from this one up are refused; None allows all.
     """
 
-    factory: Callable[..., Processor]
-    parse: Parser
-    meaning: str
-    default: Any = None
-    always_on: bool = False
-    is_list: bool = False
+    def __init__(self, given: Mapping[str, Any], vocab_size: int | None = None) -> None:
+        self._given, self._vocab_size = given, vocab_size
 
+    def __call__(self, name: str) -> Any:
+        """Return an option as an array: numbers, float32 scalar or `[B]`, or token ids.
 
-OFF_AT_0 = "a whole number, 0 is off"
-TOKENS = "a list of token ids, or one such list per row"
-BiasedSequence = tuple[Sequence[int], float]  # a sequence of token ids, and its bias
+        Ids are int32 `[N]` or `[B, N]`, padded with -1. Words are `[N, S]` or `[B, N, S]`, each
+        last token first; biases are pairs of words, or tokens as words, and numbers.
 
+        Raises SamplingError for an invalid value.
+        """
+        value = self._given.get(name, OPTIONS[name].default)
+        try:
+            if name in _BIAS_LIMITS:
+                return self._pack_biases(name, value)
+            if name == "bad_words_ids":
+                return self._pack_words(value)
+            return self._numbers(name, value) if OPTIONS[name].per_row else self._pack_tokens(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SamplingError(
+                f"{name} must be {OPTIONS[name].meaning}; got {value!r:.80} ({error})"
+            ) from None
 
-def number(field: str, is_valid: Callable[[np.ndarray], Any]) -> Parser:
-    """Return a parser for a finite number, or one per row, that passes `is_valid`."""
-
-    def parse(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
+    def _numbers(self, name: str, value: Any) -> np.ndarray:
+        if name == "max_new_tokens" and value is None:
+            raise SamplingError(
+                "forced_eos_token_id requires max_new_tokens, which defines the last token"
+            )
         array = np.asarray(value)
         if array.ndim > 1 or array.dtype.kind not in "iuf":
             raise TypeError("not a number or one per row")
         array = array.astype(np.float64)
-        if not (np.abs(array) <= np.finfo(np.float32).max).all() or not np.all(is_valid(array)):
+        fits = is_within(array, OPTIONS[name]) & (abs(array) <= np.finfo(np.float32).max)
+        if OPTIONS[name].whole:
+            fits &= array == np.floor(array)
+        if name == "forced_bos_token_id" and self._vocab_size is not None:
+            fits &= array < self._vocab_size
+        if not np.all(fits):
             raise ValueError("out of range")
-        return {field: jnp.asarray(array, jnp.float32)}
+        return array.astype(np.float32)
 
-    return parse
-
-
-def integer(field: str, minimum: int) -> Parser:
-    """Return a parser for an integer of at least `minimum`, or one per row."""
-    return number(field, lambda x: (x >= minimum) & (x == np.floor(x)))
-
-
-def tokens(field: str) -> Parser:
-    """Return a parser for a list of token ids or a single id."""
-
-    def parse(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
+    def _pack_tokens(self, value: Any) -> np.ndarray:
         value = [value] if is_integer(value) else value
 
-        def entries(row: Any) -> list[BiasedSequence]:
-            return [([parse_token_id(token, facts)], 0.0) for token in row]
+        def entries(row: Any) -> list[Biased]:
+            return [([self._token_id(token)], 0.0) for token in row]
 
-        return {field: _pack(value, entries, _is_per_row(value, list | tuple))[0][..., 0]}
+        return _pack(value, entries, _is_per_row(value, list | tuple))[0][..., 0]
 
-    return parse
+    def _pack_words(self, value: Any) -> np.ndarray:
+        ends = [[token] for token in self._given.get("eos_token_id", ())]
 
+        def entries(row: Any) -> list[Biased]:
+            words = map(self._sequence, row)
+            # As in transformers, an end-of-text id cannot be a bad word.
+            return [(word, 0.0) for word in words if word not in ends]
 
-def parse_bad_words(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-    """Parse lists of token ids; end-of-text ids alone are dropped."""
+        rows = _is_per_row(value, None) or any(_is_per_row(row, list | tuple) for row in value)
+        return _pack(value, entries, rows)[0]
 
-    def entries(row: Any) -> list[BiasedSequence]:
-        words = [_parse_sequence(word, facts) for word in row]
-        # As in transformers, an end-of-text id cannot be a bad word.
-        return [
-            (word, 0.0) for word in words if not (len(word) == 1 and word[0] in facts.eos_token_ids)
-        ]
+    def _pack_biases(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
+        def bias(x: Any) -> float:
+            if not is_number(x) or not abs(x) <= _BIAS_LIMITS[name]:
+                raise ValueError(f"bias {x!r:.40} is not a number in range")
+            return float(x)
 
-    rows = _is_per_row(value, None) or any(_is_per_row(row, list | tuple) for row in value)
-    return {"token_NS": _pack(value, entries, rows)[0]}
-
-
-def biases(single: bool) -> Parser:
-    """Return a parser for biases of single tokens (OpenAI) or of sequences (transformers)."""
-
-    def parse(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-        def entries(row: Any) -> list[BiasedSequence]:
-            pairs: Iterable[Any] = row.items() if isinstance(row, Mapping) else row
+        def entries(row: Any) -> list[Biased]:
+            pairs = row.items() if isinstance(row, Mapping) else row
             return [
-                (
-                    _parse_sequence([_parse_key(ids)] if single else ids, facts),
-                    _parse_bias(bias, single),
-                )
-                for ids, bias in pairs
+                (self._sequence([_parse_key(ids)] if name == "logit_bias" else ids), bias(x))
+                for ids, x in pairs
             ]
 
-        per_row = not isinstance(value, Mapping) and _is_per_row(value, Mapping)
-        token, bias = _pack(value, entries, per_row)
-        return {"token_NS": token, "bias_N": bias}
+        return _pack(value, entries, not isinstance(value, Mapping) and _is_per_row(value, Mapping))
 
-    return parse
+    def _sequence(self, ids: Any) -> list[int]:
+        if not isinstance(ids, Sequence | np.ndarray) or not len(ids):
+            raise ValueError(f"a token sequence must be a non-empty list, got {ids!r:.40}")
+        return [self._token_id(token) for token in ids]
 
-
-def min_length(field: str) -> Parser:
-    """Return a parser for a number of tokens before which end-of-text ids are banned."""
-
-    def parse(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-        return integer(field, 0)(value, facts) | tokens("end_E")(facts.eos_token_ids, facts)
-
-    return parse
-
-
-def parse_forced_bos(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-    """Parse a token id, or -1 for none."""
-    below = np.inf if facts.vocab_size is None else facts.vocab_size
-    return number("token", lambda x: (x >= -1) & (x == np.floor(x)) & (x < below))(value, facts)
+    def _token_id(self, token: Any) -> int:
+        if not is_integer(token):
+            raise TypeError(f"a token id must be a whole number, got {token!r:.40}")
+        if token < 0 or token >= 1 << 31:
+            raise ValueError(f"token id {token} is out of range")
+        if self._vocab_size is not None and token >= self._vocab_size:
+            raise ValueError(f"token id {token} is not in the vocabulary of {self._vocab_size}")
+        return int(token)
 
 
-def parse_forced_eos(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-    """Parse token ids; also return max_new_tokens, which defines the last token."""
-    if facts.max_new_tokens is None:
-        raise ValueError("requires max_new_tokens, which defines the last token")
-    return tokens("token_E")(value, facts) | integer("max_new_tokens", 1)(
-        facts.max_new_tokens, facts
-    )
+class OptionProcessor(Processor):
+    """A processor that is made of options: its fields have their names.
+
+    names: those of the options that add it to a sampler; by default all fields.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "names" not in cls.__dict__:
+            cls.names = tuple(f.name for f in dataclasses.fields(cls) if f.name != "kind")
+
+    @classmethod
+    def from_options(cls, values: Values) -> Self:
+        """Return the processor of a call."""
+        fields = [f.name for f in dataclasses.fields(cls) if f.name != "kind"]
+        arrays: dict[str, Any] = {name: jnp.asarray(values(name)) for name in fields}
+        return cls(**arrays)
 
 
-def parse_begin_suppress(value: Any, facts: ParseContext) -> dict[str, jax.Array]:
-    """Parse token ids; also return the forced first token, after which the text starts."""
-    forced = parse_forced_bos(facts.forced_bos, facts)["token"]
-    return tokens("token_N")(value, facts) | {"forced_bos": forced}
-
-
-def parse_token_id(token: Any, facts: ParseContext) -> int:
-    """Parse a token id; check it against the vocabulary if that is known."""
-    if not is_integer(token):
-        raise TypeError(f"a token id must be a whole number, got {token!r:.40}")
-    if token < 0 or token >= 1 << 31:
-        raise ValueError(f"token id {token} is out of range")
-    if facts.vocab_size is not None and token >= facts.vocab_size:
-        raise ValueError(f"token id {token} is not in the vocabulary of {facts.vocab_size}")
-    return int(token)
+def is_within(x: Any, option: Option) -> Any:
+    """Return whether numbers are finite and within an option's bounds, for each of them."""
+    fits = abs(x) < math.inf
+    for name, compare in _BOUNDS.items():
+        if (bound := getattr(option, name)) is not None:
+            fits &= compare(x, bound)
+    return fits
 
 
 def _parse_key(token: Any) -> Any:
     """Convert a JSON object key to a token id; JSON, and so OpenAI, has string keys only."""
     return int(token) if isinstance(token, str) and token.isdecimal() else token
-
-
-def _parse_sequence(ids: Any, facts: ParseContext) -> list[int]:
-    if not isinstance(ids, Sequence | np.ndarray) or not len(ids):
-        raise ValueError(f"a token sequence must be a non-empty list, got {ids!r:.40}")
-    return [parse_token_id(token, facts) for token in ids]
-
-
-def _parse_bias(bias: Any, single: bool) -> float:
-    limit = 100.0 if single else float(np.finfo(np.float32).max)
-    if not is_number(bias) or not abs(bias) <= limit:
-        raise ValueError(f"bias {bias!r:.40} is not a number in range")
-    return float(bias)
 
 
 def _is_per_row(value: Any, kind: Any) -> bool:
@@ -191,8 +165,8 @@ def _is_per_row(value: Any, kind: Any) -> bool:
 
 
 def _pack(
-    value: Any, entries: Callable[[Any], list[BiasedSequence]], per_row: bool
-) -> tuple[jax.Array, jax.Array]:
+    value: Any, entries: Callable[[Any], list[Biased]], per_row: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Pack sequences, last token first and padded with -1, into `[N, S]` or `[B, N, S]`; biases."""
     rows = [entries(row if row is not None else ()) for row in (value if per_row else [value])]
     N = next_power_of_two(max(map(len, rows)), 8)
@@ -203,16 +177,4 @@ def _pack(
         for n, (ids, bias) in enumerate(row):
             token_BNS[b, n, : len(ids)] = ids[::-1]
             bias_BN[b, n] = bias
-    if per_row:
-        return jnp.asarray(token_BNS), jnp.asarray(bias_BN)
-    return jnp.asarray(token_BNS[0]), jnp.asarray(bias_BN[0])
-
-
-def is_probability(x: np.ndarray) -> np.ndarray:
-    """Return whether x is from 0 to 1."""
-    return (x >= 0) & (x <= 1)
-
-
-def any_number(x: np.ndarray) -> bool:
-    """Accept every number."""
-    return True
+    return (token_BNS, bias_BN) if per_row else (token_BNS[0], bias_BN[0])

@@ -10,15 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import SamplingError
-from jaxllm.generation.sampling.parsers import (
-    TOKENS,
-    SamplingOption,
-    any_number,
-    integer,
-    number,
-    tokens,
-)
-from jaxllm.generation.sampling.sampler import Context, Processor
+from jaxllm.generation.sampling.parsers import OptionProcessor
+from jaxllm.generation.sampling.sampler import Context
 from jaxllm.generation.sampling.truncation import as_column
 
 _MAX_PENALTY = 1e30  # finite, so a row with all tokens penalized keeps its order
@@ -28,67 +21,65 @@ _MatchState = tuple[
 ]  # tokens compared, which still match, match lengths
 
 
-class RepetitionPenalty(Processor):
+class RepetitionPenalty(OptionProcessor):
     """Repetition penalty of CTRL: divide positive scores, multiply negative ones; 1 is off.
 
     Keskar et al. 2019, section 4.1. Applied once to each distinct token of the text, including the
     prompt, as in transformers.
     """
 
-    penalty: Any
+    repetition_penalty: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        penalty_B1 = as_column(self.penalty, scores_BV)
+        penalty_B1 = as_column(self.repetition_penalty, scores_BV)
         seen_BV = _count_tokens(scores_BV, context, prompt=True) > 0
         less_BV = jnp.where(scores_BV < 0, scores_BV * penalty_B1, scores_BV / penalty_B1)
         return jnp.where(seen_BV, less_BV, scores_BV)
 
 
-class FrequencyPenalty(Processor):
-    """OpenAI's penalties: subtract `frequency` per occurrence of a token, and `presence` once.
+class FrequencyPenalty(OptionProcessor):
+    """OpenAI's penalties: subtract one per occurrence of a token, the other once.
 
     Only generated tokens count, not the prompt (in llama.cpp it does). 0 is off; negative values
     encourage repetition.
     """
 
-    presence: Any
-    frequency: Any
+    presence_penalty: Any
+    frequency_penalty: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         count_BV = _count_tokens(scores_BV, context, prompt=False)
-        each_B1, once_B1 = as_column(self.frequency, scores_BV), as_column(self.presence, scores_BV)
+        each_B1 = as_column(self.frequency_penalty, scores_BV)
+        once_B1 = as_column(self.presence_penalty, scores_BV)
         penalty_BV = count_BV * each_B1 + jnp.where(count_BV > 0, once_B1, 0.0)
         return scores_BV - penalty_BV
 
 
-class DryPenalty(Processor):
+class DryPenalty(OptionProcessor):
     """DRY ("don't repeat yourself"): penalize tokens that would extend a repetition.
 
     As in llama.cpp (p-e-w 2024): if the last n >= allowed_length tokens occurred earlier, subtract
     multiplier * base ** (n - allowed_length) from the token that followed them, for the longest
-    such n. Matches do not extend across breaker tokens, which are never penalized. multiplier: 0
-    is off. last_n: number of last tokens to search, including the prompt; -1 is all, 0 none.
-    breakers: token ids, padded with -1, `[S]` or `[B, S]`.
+    such n. Matches do not extend across breaker tokens, `[S]` or `[B, S]`, which are never
+    penalized.
     """
 
-    multiplier: Any
-    base: Any
-    allowed_length: Any
-    last_n: Any
-    breakers: Any
+    dry_multiplier: Any
+    dry_base: Any
+    dry_allowed_length: Any
+    dry_penalty_last_n: Any
+    dry_sequence_breakers: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        multiplier_B1, base_B1 = (
-            as_column(self.multiplier, scores_BV),
-            as_column(self.base, scores_BV),
-        )
-        allowed_B1 = as_column(self.allowed_length, scores_BV)
-        last_n_B1 = as_column(self.last_n, scores_BV)
+        multiplier_B1 = as_column(self.dry_multiplier, scores_BV)
+        base_B1 = as_column(self.dry_base, scores_BV)
+        allowed_B1 = as_column(self.dry_allowed_length, scores_BV)
+        last_n_B1 = as_column(self.dry_penalty_last_n, scores_BV)
         B, L = context.token_BL.shape
         age_1L = jnp.arange(L, dtype=jnp.float32)[None]
         near_BL = (last_n_B1 < 0) | (age_1L < last_n_B1)
         recent_BL = jnp.where(near_BL, newest_first(context), -1)
-        breaker_BS = broadcast_rows(self.breakers, B, 1)
+        breaker_BS = broadcast_rows(self.dry_sequence_breakers, B, 1)
         breaks_BL = (recent_BL[:, :, None] == breaker_BS[:, None]).any(axis=2) & (recent_BL >= 0)
         since_B1 = jnp.where(breaks_BL, age_1L, jnp.inf).min(axis=1, keepdims=True)
         # llama.cpp's bound on the exponent: base ** exponent stays finite in float32.
@@ -161,31 +152,3 @@ def _count_tokens(scores_BV: jax.Array, context: Context, *, prompt: bool) -> ja
         counts_BL &= at_1L >= context.prompt_B[:, None]
     token_BL = jnp.where(counts_BL, context.token_BL, -1)
     return scatter(jnp.zeros_like(scores_BV), token_BL).add(1.0, mode="drop")
-
-
-OPTIONS: dict[str, SamplingOption] = {
-    "repetition_penalty": SamplingOption(
-        RepetitionPenalty, number("penalty", lambda x: x > 0), "a number above 0, 1 is off"
-    ),
-    "presence_penalty": SamplingOption(
-        FrequencyPenalty, number("presence", any_number), "a finite number, 0 is off", 0
-    ),
-    "frequency_penalty": SamplingOption(
-        FrequencyPenalty, number("frequency", any_number), "a finite number, 0 is off", 0
-    ),
-    "dry_multiplier": SamplingOption(
-        DryPenalty, number("multiplier", lambda x: x >= 0), "a number from 0 (off) up", 0
-    ),
-    "dry_base": SamplingOption(
-        DryPenalty, number("base", lambda x: x >= 1), "a number from 1 up", 1.75
-    ),
-    "dry_allowed_length": SamplingOption(
-        DryPenalty, integer("allowed_length", 1), "a whole number from 1 up", 2
-    ),
-    "dry_penalty_last_n": SamplingOption(
-        DryPenalty, integer("last_n", -1), "a whole number, -1 is all, 0 is off", -1
-    ),
-    "dry_sequence_breakers": SamplingOption(
-        DryPenalty, tokens("breakers"), TOKENS, (), is_list=True
-    ),
-}

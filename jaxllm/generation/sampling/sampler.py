@@ -2,7 +2,7 @@
 
 A processor maps scores to scores, float32 `[B, V]`, and removes a token by setting its score to
 -inf. Its values are scalars or one per row, `[B]`; new values never recompile. To add a processor,
-write a class with `__call__`, and a row in its file's table if users set it by name. Besides the
+write a class with `__call__`; an `OptionProcessor` if users set it by name. Besides the
 scores it receives the `Context`; state lives in its own fields and is updated by `observe`.
 """
 
@@ -38,6 +38,9 @@ class Context(struct.PyTreeNode):
         zeros_B = jnp.zeros((rows,), jnp.int32)
         key_B = key if key.ndim else jax.random.split(key, rows)
         return cls(jnp.full((rows, 1), -1, jnp.int32), zeros_B, zeros_B, key_B)
+
+
+ScoreFunction = Callable[[Any, Context], Any]  # (float32 [B, V], the text so far) -> float32 [B, V]
 
 
 class Processor(struct.PyTreeNode):

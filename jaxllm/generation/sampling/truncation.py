@@ -11,20 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import SamplingError
-from jaxllm.generation.sampling.parsers import (
-    OFF_AT_0,
-    SamplingOption,
-    integer,
-    is_probability,
-    number,
-)
-from jaxllm.generation.sampling.sampler import Context, Processor
+from jaxllm.generation.sampling.parsers import OptionProcessor, Values
+from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.row_sums import log_softmax, row_sum, softmax
 
 _XTC_STREAM = 1  # folded into a row's key: the draw itself uses the key as it is
 
 
-class Temperature(Processor):
+class Temperature(OptionProcessor):
     """Divide scores by the temperature; 0 keeps only the best token, the first one in a tie."""
 
     temperature: Any
@@ -36,7 +30,7 @@ class Temperature(Processor):
         return jnp.where(t_B1 == 0, cold, scores_BV / jnp.where(t_B1 == 0, 1.0, t_B1))
 
 
-class TopK(Processor):
+class TopK(OptionProcessor):
     """Keep the k best tokens, and ties with the last of them (Fan et al. 2018); 0 is off."""
 
     top_k: Any
@@ -48,7 +42,7 @@ class TopK(Processor):
         return jnp.where(kept, scores_BV, -jnp.inf)
 
 
-class TopP(Processor):
+class TopP(OptionProcessor):
     """Keep the fewest best tokens whose probabilities sum to at least p (Holtzman et al. 2020).
 
     1 is off, 0 keeps the best token. Ties with the last token kept are kept too.
@@ -63,7 +57,7 @@ class TopP(Processor):
         return jnp.where(kept, scores_BV, -jnp.inf)
 
 
-class MinP(Processor):
+class MinP(OptionProcessor):
     """Keep tokens at least `min_p` times as likely as the best (Nguyen et al. 2024); 0 is off."""
 
     min_p: Any
@@ -73,7 +67,7 @@ class MinP(Processor):
         return _remove_tokens(scores_BV, ratio_BV < as_column(self.min_p, scores_BV))
 
 
-class TypicalP(Processor):
+class TypicalP(OptionProcessor):
     """Locally typical sampling (Meister et al. 2022); 1 is off.
 
     Keep the tokens whose surprisal is closest to the entropy, up to a total probability of
@@ -91,41 +85,41 @@ class TypicalP(Processor):
         return jnp.where(kept, scores_BV, -jnp.inf)
 
 
-class EpsilonCutoff(Processor):
+class EpsilonCutoff(OptionProcessor):
     """Keep tokens with probability >= epsilon (Hewitt et al. 2022, section 4.1); 0 is off."""
 
-    epsilon: Any
+    epsilon_cutoff: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         p_BV = softmax(scores_BV)
-        return _remove_tokens(scores_BV, p_BV < as_column(self.epsilon, scores_BV))
+        return _remove_tokens(scores_BV, p_BV < as_column(self.epsilon_cutoff, scores_BV))
 
 
-class EtaCutoff(Processor):
+class EtaCutoff(OptionProcessor):
     """Keep tokens with probability >= min(epsilon, sqrt(epsilon) * exp(-entropy)); 0 is off.
 
     Hewitt et al. 2022, equation 4, with their choice of alpha.
     """
 
-    epsilon: Any
+    eta_cutoff: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
-        epsilon_B1 = as_column(self.epsilon, scores_BV)
+        epsilon_B1 = as_column(self.eta_cutoff, scores_BV)
         logprob_BV = log_softmax(scores_BV)
         eta_B1 = jnp.sqrt(epsilon_B1) * jnp.exp(-_entropy(logprob_BV))
         return _remove_tokens(scores_BV, jnp.exp(logprob_BV) < jnp.minimum(epsilon_B1, eta_B1))
 
 
-class TopNSigma(Processor):
+class TopNSigma(OptionProcessor):
     """Keep scores at most n standard deviations below the best (Tang et al. 2024); 0 is off.
 
     As in llama.cpp, the standard deviation is taken over the tokens not yet removed.
     """
 
-    n: Any
+    top_n_sigma: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
-        n_B1 = as_column(self.n, scores_BV)
+        n_B1 = as_column(self.top_n_sigma, scores_BV)
         there = scores_BV > -jnp.inf
         count_B1 = there.sum(axis=1, keepdims=True).astype(jnp.float32)
         mean_B1 = row_sum(jnp.where(there, scores_BV, 0.0)) / count_B1
@@ -135,7 +129,7 @@ class TopNSigma(Processor):
         return _remove_tokens(scores_BV, (n_B1 > 0) & (scores_BV < lowest_B1))
 
 
-class XTC(Processor):
+class XTC(OptionProcessor):
     """XTC, "exclude top choices": at random, remove all but the least likely of the top tokens.
 
     With the given probability, remove all tokens at or above the threshold except the least likely
@@ -144,35 +138,38 @@ class XTC(Processor):
     threshold refers to the distribution renormalized over the tokens that are left.
     """
 
-    probability: Any
-    threshold: Any
+    xtc_probability: Any
+    xtc_threshold: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         p_BV = softmax(scores_BV)
-        top = (p_BV >= as_column(self.threshold, scores_BV)) & (scores_BV > -jnp.inf)
+        top = (p_BV >= as_column(self.xtc_threshold, scores_BV)) & (scores_BV > -jnp.inf)
         least_B1 = jnp.where(top, scores_BV, jnp.inf).min(axis=1, keepdims=True)
         key_B = jax.vmap(jax.random.fold_in, (0, None))(context.key_B, _XTC_STREAM)
         chance_B1 = jax.vmap(jax.random.uniform)(key_B)[:, None]
-        struck_B1 = chance_B1 < as_column(self.probability, scores_BV)
+        struck_B1 = chance_B1 < as_column(self.xtc_probability, scores_BV)
         return jnp.where(struck_B1 & (scores_BV > least_B1), -jnp.inf, scores_BV)
 
 
-class Mirostat(Processor):
+class Mirostat(OptionProcessor):
     """Mirostat (Basu et al. 2021): keep tokens of at most `mu` bits of surprisal, and adapt mu.
 
     Version 2, as in llama.cpp: mu starts at 2 * tau, and after each draw decreases by eta * (s -
-    tau), where s is the token's surprisal in bits after truncation. Must be last in the chain. tau:
-    target surprisal in bits; 0 is off. mu: the state, one per row, a scalar until `begin`.
+    tau), where s is the token's surprisal in bits after truncation. Must be last in the chain.
+
+    mu: The state, one per row, a scalar until `begin`.
     """
 
-    tau: Any
-    eta: Any
+    mirostat_tau: Any
+    mirostat_eta: Any
     mu: Any
 
+    names = ("mirostat_tau", "mirostat_eta")
+
     @classmethod
-    def start(cls, tau: Any, eta: Any) -> "Mirostat":
-        """Return the processor with mu before the first token."""
-        return cls(tau, eta, 2 * jnp.asarray(tau, jnp.float32))
+    def from_options(cls, values: Values) -> "Mirostat":
+        tau, eta = (jnp.asarray(values(name)) for name in cls.names)
+        return cls(tau, eta, 2 * tau)
 
     def begin(self, rows: int) -> "Mirostat":
         """Return the processor with one mu per row, so that its shape never changes."""
@@ -180,15 +177,15 @@ class Mirostat(Processor):
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         bits_BV = -log_softmax(scores_BV) / math.log(2)
-        on_B1 = as_column(self.tau, scores_BV) > 0
+        on_B1 = as_column(self.mirostat_tau, scores_BV) > 0
         return _remove_tokens(scores_BV, on_B1 & (bits_BV > as_column(self.mu, scores_BV)))
 
     def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Mirostat":
         """Return the processor with mu updated for the drawn token."""
-        tau_B1, mu_B1 = as_column(self.tau, scores_BV), as_column(self.mu, scores_BV)
+        tau_B1, mu_B1 = as_column(self.mirostat_tau, scores_BV), as_column(self.mu, scores_BV)
         logprob_BV = log_softmax(scores_BV)
         bits_B1 = -jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1) / math.log(2)
-        next_B1 = mu_B1 - as_column(self.eta, scores_BV) * (bits_B1 - tau_B1)
+        next_B1 = mu_B1 - as_column(self.mirostat_eta, scores_BV) * (bits_B1 - tau_B1)
         return self.replace(mu=jnp.where(tau_B1 > 0, next_B1, mu_B1)[:, 0])
 
 
@@ -242,49 +239,3 @@ def _sortable_int32(x: jax.Array) -> jax.Array:
     """Map float32 to int32 with the same order (sign-magnitude to two's complement)."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-_FRACTION = "a number from 0 (off) to below 1"
-
-# In chain order: as in llama.cpp, top_n_sigma sees the vocabulary before truncation, XTC and
-# mirostat after it.
-OPTIONS: dict[str, SamplingOption] = {
-    "temperature": SamplingOption(
-        Temperature,
-        number("temperature", lambda x: x >= 0),
-        "a number from 0 (greedy) up",
-        1.0,
-        always_on=True,
-    ),
-    "top_n_sigma": SamplingOption(
-        TopNSigma, number("n", lambda x: x >= 0), "a number from 0 (off) up"
-    ),
-    "top_k": SamplingOption(TopK, integer("top_k", 0), OFF_AT_0, 0, always_on=True),
-    "top_p": SamplingOption(
-        TopP, number("top_p", is_probability), "a number from 0 to 1 (off)", 1.0, always_on=True
-    ),
-    "min_p": SamplingOption(MinP, number("min_p", is_probability), "a number from 0 (off) to 1"),
-    "typical_p": SamplingOption(
-        TypicalP,
-        number("typical_p", lambda x: (x > 0) & (x <= 1)),
-        "a number above 0, up to 1 (off)",
-    ),
-    "epsilon_cutoff": SamplingOption(
-        EpsilonCutoff, number("epsilon", lambda x: (x >= 0) & (x < 1)), _FRACTION
-    ),
-    "eta_cutoff": SamplingOption(
-        EtaCutoff, number("epsilon", lambda x: (x >= 0) & (x < 1)), _FRACTION
-    ),
-    "xtc_probability": SamplingOption(
-        XTC, number("probability", is_probability), "a number from 0 (off) to 1", 0
-    ),
-    "xtc_threshold": SamplingOption(
-        XTC, number("threshold", is_probability), "a number from 0 to 1", 0.1
-    ),
-    "mirostat_tau": SamplingOption(
-        Mirostat.start, number("tau", lambda x: x >= 0), "a number of bits from 0 (off) up", 0
-    ),
-    "mirostat_eta": SamplingOption(
-        Mirostat.start, number("eta", lambda x: x >= 0), "a number from 0 up", 0.1
-    ),
-}

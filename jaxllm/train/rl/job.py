@@ -116,6 +116,6 @@ def make_answer_sampler(
     asked = {"do_sample": True, "max_new_tokens": new_tokens, **options.sampling}
     config = resolve_options(lm.config, ends, [[0]], asked, tokenizer=lm.tokenizer)
     # Processors that are off would run again on every token of the training pass.
-    off = {PROCESSORS[name].factory for name in ALWAYS_ON if name not in options.sampling}
+    off = {kind for name, kind in ALWAYS_ON.items() if name not in options.sampling}
     kept = tuple(p for p in config.sampler.processors if type(p) not in off)
     return config.sampler.replace(processors=kept), tuple(config.eos_token_ids)
