@@ -29,7 +29,7 @@ def as_schema(
     try:
         fitting = msgspec.convert(value, schema, strict=True)
     except msgspec.ValidationError as problem:
-        raise error(f"{where}: {_describe_problem(problem, value)}") from None
+        raise error(f"{where}: {describe_problem(problem, value)}") from None
     if unknown := _unknown_names(value, fitting):
         raise error(f"{where}: unknown {', '.join(unknown)}")
     return fitting
@@ -57,11 +57,11 @@ def value_errors(value: Any, hint: Any, name: str) -> list[str]:
         if either:
             known = ", ".join(map(str, get_args(either[0])))
             return [f"{name} must be one of {known}, got {value!r:.60}"]
-        return [_describe_problem(problem, value, name)]
+        return [describe_problem(problem, value, name)]
     return []
 
 
-def _describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
+def describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
     """Translate msgspec's message for the author of the file: "rope.factor must be ..., got 0".
 
     Args:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -33,7 +34,7 @@ from jaxllm.server.generation_routes import GenerationRoutes
 from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, Send
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
-from jaxllm.server.openai_requests import is_prompt, read_conversation, read_model_name
+from jaxllm.server.openai_requests import ModelFields, check_fields, is_prompt, read_conversation
 from jaxllm.server.streams import unless_gone
 from jaxllm.server.vector_routes import VectorRoutes
 
@@ -99,6 +100,22 @@ def build_app(
     app.state.api = api
     app.router.redirect_slashes = False
     return app
+
+
+class _Texts(Struct):
+    prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class _Tokens(Struct):
+    tokens: list[int]
+
+
+class _Look(ModelFields):
+    text: str | None = None
+    tokens: list[int] | None = None
 
 
 class _Api:
@@ -213,12 +230,14 @@ class _Api:
         if "messages" in body:
             frame = {"add_special": False, **read_conversation(body)}
         else:
-            text = body.get("prompt", body.get("content"))
-            if not isinstance(text, str):
+            fields = check_fields(body, _Texts)
+            text = fields.content if fields.prompt is None else fields.prompt
+            if text is None:
                 raise invalid("prompt (or content) must be a text", "prompt")
             # vLLM adds the begin-of-text token unless told not to; llama.cpp the other way round.
-            adds = body.get("add_special_tokens", "prompt" in body)
-            frame = {"text": text, "add_special": bool(body.get("add_special", adds))}
+            adds = "prompt" in body if fields.add_special is None else fields.add_special
+            adds = adds if fields.add_special_tokens is None else fields.add_special_tokens
+            frame = {"text": text, "add_special": adds}
         frame["pieces"] = bool(body.get("with_pieces"))
         done = await self._backend.call("tokenize", **frame)
         tokens = done["tokens"]
@@ -229,10 +248,7 @@ class _Api:
                       "max_model_len": self._backend.info()["context"]})  # fmt: skip
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await read_body(request)
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise invalid("tokens must be a list of token ids", "tokens")
+        tokens = check_fields(await read_body(request), _Tokens).tokens
         text = (await self._backend.call("detokenize", tokens=tokens))["text"]
         return json_response({"prompt": text, "content": text})
 
@@ -242,12 +258,11 @@ class _Api:
 
     async def _look(self, request: Request) -> Response:
         """Answer the page's branch view: tokens, attention and the likeliest next tokens."""
-        body = await read_body(request)
-        text, tokens = body.get("text"), body.get("tokens")
-        prompt = text if tokens is None else tokens
-        if (text is not None and tokens is not None) or not is_prompt(prompt):
+        fields = check_fields(await read_body(request), _Look)
+        prompt = fields.text if fields.tokens is None else fields.tokens
+        if (fields.text is not None and fields.tokens is not None) or not is_prompt(prompt):
             raise invalid("expected text or tokens, a list of token ids; not both, nor empty")
-        adapter = self._backend.adapter(read_model_name(body))
+        adapter = self._backend.adapter(fields.model)
         looking = self._backend.call("look", prompt=prompt, adapter=adapter)
         return json_response(await unless_gone(request, looking))
 

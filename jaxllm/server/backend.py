@@ -11,7 +11,6 @@ from jaxllm.files import parse_json
 from jaxllm.server.errors import ApiError, from_model, invalid
 from jaxllm.server.metrics import Metrics
 from jaxllm.server.model_client import ModelClient, ModelError
-from jaxllm.server.openai_requests import read_model_name
 from jaxllm.server.openai_responses import encode_json
 
 Frame = dict[str, Any]
@@ -79,8 +78,9 @@ class Backend:
             )  # fmt: skip
         return "base" if adapters else None
 
-    def answer_name(self, body: Frame) -> str:
-        return read_model_name(body) or self.settings.names[0]
+    def answer_name(self, name: str) -> str:
+        """Return the name of the model in the answer to a request for this one."""
+        return name or self.settings.names[0]
 
     def check_room(self, count: int) -> None:
         """Raise ApiError if too many requests wait already."""

@@ -33,23 +33,22 @@ class GenerationRoutes:
         return await self._generate(request, read_chat(await read_body(request)), True)
 
     async def _generate(self, request: Request, call: GenerationCall, chat: bool) -> Response:
-        adapter = self._backend.adapter(call.model)
+        adapter = self._backend.adapter(call.fields.model)
         namespace = request.scope.get("namespace", "")
         frames = [{**f, "adapter": adapter, "namespace": namespace} for f in call.frames]
         self._backend.check_room(len(frames))
-        answer = Answer(
-            call.model or self._backend.settings.names[0], f"jaxllm-{__version__}", chat=chat
-        )
+        name = self._backend.answer_name(call.fields.model)
+        answer = Answer(name, f"jaxllm-{__version__}", chat=chat)
         info = self._backend.info()
         choices = [
             Choice(i, chat=chat, logprobs=call.logprobs, tools=call.tools,
                    style=info["tool_style"], hidden=info["special_marks"],
-                   shows_ids=call.shows_ids)
+                   shows_ids=call.fields.return_token_ids)
             for i in range(len(frames))
         ]  # fmt: skip
-        if call.echo:
+        if call.fields.echo:
             await unless_gone(request, self._echo(call, choices, frames))
-        if call.stream:
+        if call.fields.stream:
             first = self._stream(call, answer, choices, frames)
             opening = EventStream.open(first)
             stream: Response = await unless_gone(request, opening)  # it may wait in the queue
@@ -97,7 +96,7 @@ class GenerationRoutes:
         A request that waits longer than `ping_seconds` for a row gets pings before that.
         """
         ends: dict[int, Frame] = {}
-        more = {"usage": None} if call.include_usage else {}
+        more = {"usage": None} if call.fields.stream_options.include_usage else {}
 
         def event(choice: Frame) -> bytes:
             return format_event(answer.chunk([choice], **more))
@@ -112,7 +111,7 @@ class GenerationRoutes:
                     for c in choices:
                         if answer.chat:
                             yield event(c.role_chunk())
-                        elif call.echo:
+                        elif call.fields.echo:
                             yield event(c.echo_chunk())
                 if "chunk" in frame:
                     if (piece := choice.push(frame["chunk"])) is not None:
@@ -124,7 +123,7 @@ class GenerationRoutes:
                     ends[index] = frame["done"]
                     for piece in choice.end_chunks() if answer.chat else ():
                         yield event(piece)
-        if call.include_usage:
+        if call.fields.stream_options.include_usage:
             prompts = len({str(frame.get("prompt")) for frame in frames})
             done = [ends[index] for index in range(len(frames))]
             yield format_event(answer.chunk([], usage(done, prompts), **_timings(done)))

@@ -29,7 +29,6 @@ from jaxllm.errors import (
     SamplingError,
     TokenError,
 )
-from jaxllm.generation.prompts import token_list
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 from jaxllm.server.tools import MARKS, find_style, tool_grammar
@@ -45,10 +44,6 @@ IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 _USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
-# Options of `LM.generate` that are Python objects, or that the server sets itself.
-_PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
-                    "assistant_model", "overflow", "adapter", "top_logprobs", "chunk",
-                    "edits"}  # fmt: skip
 _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
 
 
@@ -332,34 +327,28 @@ class ModelProcess:
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""
-        from jaxllm.generation.options import OPTIONS
         from jaxllm.server.steering import read_steering
 
-        extra = {
-            name: value
-            for name, value in frame["extra"].items()
-            if name in OPTIONS and name not in _PRIVATE_OPTIONS and value is not None
-        }
-        options = {**extra, **frame["options"]}
+        options = dict(frame["options"])
         if options.get("temperature") is None and not _decides_sampling(self.lm, options):
             options["temperature"] = 1.0  # as in OpenAI's interface
         if "prompt" in frame:
             prompt = self._encode_prompt(frame["prompt"], frame.get("add_special", True))
         else:
             prompt = self._encode_messages(frame)
-        prompt = _cut_prompt(prompt, frame["extra"].get("truncate_prompt_tokens"), self.context)
+        prompt = _cut_prompt(prompt, frame.get("truncate"), self.context)
         room = self.context - len(prompt)
         if room < 1:
             raise _ContextExceeded(len(prompt), self.context)
         new = options.get("max_new_tokens")
         options["max_new_tokens"] = room if new is None else min(new, room)
-        options |= self._read_token_lists(frame["extra"], options)
+        options |= self._read_token_lists(frame, options)
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):
             answer = options.get("json_schema")
             options |= tool_grammar(frame["tools"], self._tool_style, self._marks, answer)
-        if (steering := frame["extra"].get("steering")) is not None:
+        if (steering := frame.get("steering")) is not None:
             options |= read_steering(steering, self._vectors)
         if frame.get("logprobs"):
             options["top_logprobs"] = frame["logprobs"]
@@ -395,20 +384,17 @@ class ModelProcess:
             return self.lm.encode(prompt, parse_special=True)
         return self.lm.encode(self.lm.tokenizer.encode(prompt, parse_special=True))
 
-    def _read_token_lists(
-        self, extra: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _read_token_lists(self, frame: Frame, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options for vLLM's `stop_token_ids` and `bad_words`. options: the others."""
         found: dict[str, Any] = {}
-        if stops := extra.get("stop_token_ids"):
+        if stops := frame.get("stop_token_ids"):
             usual = options.get("eos_token_id", self.lm.generation.get("eos_token_id"))
-            ends = [usual] if isinstance(usual, int) else [*(usual or ())]
-            found["eos_token_id"] = [*ends, *token_list(stops, "stop_token_ids")]
-        if words := extra.get("bad_words"):
-            if self.lm.tokenizer is None or not isinstance(words, list):
-                raise SamplingError(f"bad_words must be a list of texts, got {words!r:.60}")
+            found["eos_token_id"] = [*([usual] if isinstance(usual, int) else usual or ()), *stops]
+        if words := frame.get("bad_words"):
+            if self.lm.tokenizer is None:
+                raise SamplingError("the model has no tokenizer, which bad_words require")
             banned = [self.lm.tokenizer.encode(f"{space}{word.lstrip()}")
-                      for word in map(str, words) for space in ("", " ")]  # fmt: skip
+                      for word in words for space in ("", " ")]  # fmt: skip
             found["bad_words_ids"] = [ids for ids in banned if ids]
         return found
 
@@ -550,15 +536,9 @@ def _split_pieces(items: Sequence[Any]) -> Generator[Sequence[Any]]:
         yield items[start : start + PIECE_TEXTS]
 
 
-def _cut_prompt(prompt: list[int], count: Any, context: int) -> list[int]:
+def _cut_prompt(prompt: list[int], count: int | None, context: int) -> list[int]:
     """Return a prompt's last `count` tokens (vLLM's `truncate_prompt_tokens`); -1: what fits."""
-    if count is None:
-        return prompt
-    if type(count) is not int or (count < 1 and count != -1):
-        raise SamplingError(
-            f"truncate_prompt_tokens must be a whole number from 1, or -1, got {count!r:.40}"
-        )
-    return prompt[-(context - 1 if count == -1 else count) :]
+    return prompt if count is None else prompt[-(context - 1 if count == -1 else count) :]
 
 
 class _ContextExceeded(CapacityError):

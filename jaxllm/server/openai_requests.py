@@ -1,23 +1,27 @@
 """Requests in OpenAI's JSON, as frames for the model process.
 
-What is unknown is ignored, as clients expect; what would change the answer and is not there is
-refused. All other options of `LM.generate` are taken under their own names.
+The types of the fields are those of the classes here, checked by msgspec. What is unknown is
+ignored, as clients expect; what would change the answer and is not there is refused. All other
+options of `LM.generate` are taken under their own names.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from jaxllm.errors import JaxllmError
 from jaxllm.files import parse_json
+from jaxllm.generation.option_table import OPTIONS
+from jaxllm.runtime.schema import describe_problem
 from jaxllm.server.errors import invalid, unsupported
 
 Body = Mapping[str, Any]
+Fields = TypeVar("Fields")
 MAX_CHOICES = 128
-MAX_STOPS = 16
 MAX_ARGUMENTS = 1 << 20  # characters of a call that was cut off
-MAX_COMPLETION_LOGPROBS = 20
-MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
 # What would change the answer and is not there; what a value asks for in vain is no reason.
 _REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web search",
@@ -28,117 +32,241 @@ _REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web 
             **{name: name for name in ("suffix", "use_beam_search", "prediction", "samplers",
             "prompt_logprobs", "structural_tag", "guided_whitespace_pattern",
             "thinking_token_budget", "include_stop_str_in_output")}}  # fmt: skip
-_RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
-           "frequency_penalty": (-10, 10)}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 # Names of other servers -> ours.
 _ALIASES = {"typical": "typical_p", "repeat_penalty":
             "repetition_penalty", "min_tokens": "min_new_tokens", "guided_json": "json_schema",
             "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark",
             "grammar": "gbnf"}  # fmt: skip
-_STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+# Options whose values are narrower here, and those that have fields of other names.
+_RANGES = {name: option.served for name, option in OPTIONS.items() if option.served is not None}
+_Served = msgspec.defstruct(
+    "_Served",
+    [(name, Annotated[float, Meta(ge=low, le=high)], 0) for name, (low, high) in _RANGES.items()],
+)
+_OTHERS = {name for name, option in OPTIONS.items() if option.clients}
+_OTHERS -= {"seed", "max_new_tokens"}
+
+Limit = Annotated[int, Meta(ge=-1)] | None  # of new tokens; -1 is the context's
+Top = Annotated[int, Meta(ge=0, le=20)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class ModelFields(Struct):
+    """The field of every request to the model. model: its name, "" for the default."""
+
+    model: str = ""
+
+
+class StreamOptions(Struct, frozen=True):
+    """The fields of `stream_options`."""
+
+    include_usage: bool | None = False
+
+
+class Steering(Struct, forbid_unknown_fields=True):
+    """A steering vector of a request, by name. layers: None for all of the vector's."""
+
+    vector: str
+    scale: float = 1.0
+    layers: list[int] | None = None
+
+
+class GenerationFields(ModelFields, kw_only=True):
+    """The fields of every request for text whose types are checked here."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: int = -1  # another one each time
+    stop: str | Annotated[list[str], Meta(max_length=16)] = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_completion_tokens: Limit = None
+    max_tokens: Limit = None
+    max_new_tokens: Limit = None
+    n_predict: Limit = None
+    echo: bool = False
+    ignore_eos: bool = False
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    bad_words: list[str] = []
+    stop_token_ids: list[int] = []
+    truncate_prompt_tokens: Limit = None
+    structured_outputs: dict[str, Any] = {}
+    best_of: int | None = None
+    steering: list[Steering] | None = None
+
+
+class CompletionFields(GenerationFields, kw_only=True):
+    """The fields of /v1/completions. A prompt is a text or token ids."""
+
+    prompt: Any = None
+    logprobs: Top | None = None
+
+
+class ChatFields(GenerationFields, kw_only=True):
+    """The fields of /v1/chat/completions, without those of the conversation."""
+
+    logprobs: bool = False
+    top_logprobs: Top = 0
+
+
+class _Function(Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Call(Struct):
+    function: _Function
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Conversation(Struct):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    tools: list[_Call] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
 
 
 class GenerationCall(NamedTuple):
     """A checked request for text.
 
     Attributes:
-        model: The requested model's name, "" for the default.
+        fields: Its fields.
         frames: One frame of `ModelProcess` per choice, in order.
-        stream, include_usage: Whether to stream, and to end the stream with the usage.
         logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
-        echo: Whether each choice begins with its prompt.
         tools: What `tools.tool_grammar` takes; None without tools.
-        shows_ids: Whether each choice has the ids of its tokens (vLLM's return_token_ids).
     """
 
-    model: str
+    fields: GenerationFields
     frames: list[dict[str, Any]]
-    stream: bool
-    include_usage: bool
     logprobs: int | None
-    echo: bool = False
     tools: dict[str, Any] | None = None
-    shows_ids: bool = False
+
+
+def check_fields(body: Body, kind: type[Fields], name: str = "") -> Fields:
+    """Return the fields of a request that a class has; null is a field's default. Raises ApiError.
+
+    name: That of the object within the request.
+    """
+    given = {field: value for field, value in body.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as problem:
+        message = describe_problem(problem, given, name)
+        raise invalid(message, (name or message).partition(" ")[0].partition("[")[0]) from None
 
 
 def read_completion(body: Body) -> GenerationCall:
     """Read the body of /v1/completions. Raises ApiError."""
-    prompts = _read_prompts(body)
-    n, best_of = _integer(body, "n", 1, 1, MAX_CHOICES), body.get("best_of")
-    if best_of not in (None, n):
+    fields = check_fields(body, CompletionFields)
+    prompts = [fields.prompt] if is_prompt(fields.prompt) else fields.prompt
+    if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
+        raise invalid("prompt must be a text, token ids, or a list of them, not empty", "prompt")
+    if fields.best_of not in (None, fields.n):
         raise unsupported("best_of", "best_of")
-    logprobs = body.get("logprobs")
-    if logprobs is not None:
-        logprobs = _integer(body, "logprobs", 0, 0, MAX_COMPLETION_LOGPROBS)
-    options = _read_options(body)
-    echo = _boolean(body, "echo")
-    options["max_new_tokens"] = _read_limit(body, DEFAULT_COMPLETION_TOKENS, 0 if echo else 1)
-    base = {"extra": _read_extra(body), "logprobs": logprobs, **_read_flags(body)}
+    frame = _read_frame(body, fields, DEFAULT_COMPLETION_TOKENS, fields.logprobs)
     frames = [
-        {**base, "prompt": prompt, "options": {**options, "seed": _nth_seed(options["seed"], i)}}
-        for prompt in prompts
-        for i in range(n)
+        {**choice, "prompt": prompt} for prompt in prompts for choice in _choices(frame, fields.n)
     ]
     if len(frames) > MAX_CHOICES:
         raise invalid(f"{len(frames)} choices are too many: expected at most {MAX_CHOICES}", "n")
-    shows_ids = _boolean(body, "return_token_ids")
-    return GenerationCall(
-        read_model_name(body), frames, *_read_stream(body), logprobs, echo, None, shows_ids
-    )
+    return GenerationCall(fields, frames, fields.logprobs)
 
 
 def read_chat(body: Body) -> GenerationCall:
     """Read the body of /v1/chat/completions. Raises ApiError."""
-    logprobs = None
-    if _boolean(body, "logprobs"):
-        logprobs = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
-    elif body.get("top_logprobs"):
+    fields = check_fields(body, ChatFields)
+    if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
-    options = _read_options(body)
-    options["max_new_tokens"] = _read_limit(body, None, 1)
     if body.get("add_special_tokens"):
-        raise unsupported("add_special_tokens of a chat (its template adds them)",
-                          "add_special_tokens")  # fmt: skip
-    tools = _read_tools(body)
-    conversation = read_conversation(body)
-    frame = {**conversation, "extra": _read_extra(body), "logprobs": logprobs, "tools": tools,
-             **_read_flags(body)}  # fmt: skip
-    n = _integer(body, "n", 1, 1, MAX_CHOICES)
-    frames = [
-        {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
-    ]
-    return GenerationCall(
-        read_model_name(body), frames, *_read_stream(body), logprobs, False, tools,
-        _boolean(body, "return_token_ids"),
-    )  # fmt: skip
+        what = "add_special_tokens of a chat (its template adds them)"
+        raise unsupported(what, "add_special_tokens")
+    fields.echo = False
+    logprobs = fields.top_logprobs if fields.logprobs else None
+    frame = _read_frame(body, fields, None, logprobs) | read_conversation(body)
+    frame["tools"] = _read_tools(body)
+    return GenerationCall(fields, _choices(frame, fields.n), logprobs, frame["tools"])
 
 
-def _read_limit(body: Body, default: int | None, low: int) -> int | None:
-    """Return the limit of new tokens under its first name here; None or -1 is the context's."""
+def _choices(frame: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """Return the frames of n choices: the first has the given seed, the others the next ones."""
+    options = frame["options"]
+    seeds = [(options["seed"] + i) % (1 << 64) for i in range(n)]
+    return [{**frame, "options": {**options, "seed": seed}} for seed in seeds]
+
+
+def _read_frame(
+    body: Body, fields: GenerationFields, default: int | None, logprobs: int | None
+) -> dict[str, Any]:
+    """Return a frame without its prompt. default: The limit of new tokens; None: the context's."""
+    for name, what in _REFUSED.items():
+        if body.get(name) and body[name] != ["text"]:
+            raise unsupported(what, name)
+    if fields.stop_token_ids and fields.ignore_eos:
+        raise unsupported("stop_token_ids with ignore_eos", "stop_token_ids")
+    if not fields.skip_special_tokens:
+        raise unsupported("skip_special_tokens=false", "skip_special_tokens")
+    if fields.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens must be -1 or at least 1, got 0")
+    options = {
+        ours: value
+        for name, value in body.items()
+        if (ours := _ALIASES.get(name, name)) in _OTHERS and value not in (None, {})
+    }
+    if body.get("repeat_last_n") not in (None, -1) and options.get("repetition_penalty", 1) != 1:
+        what = "repeat_last_n (the penalty counts the whole text: send -1)"
+        raise unsupported(what, "repeat_last_n")
+    if options.get("top_k") == -1:  # vLLM's word for all
+        del options["top_k"]
+    check_fields(body, _Served)
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    if any(stops):
+        options["stop_strings"] = [text for text in stops if text]
+    options["seed"] = secrets.randbits(32) if fields.seed == -1 else fields.seed
+    options["max_new_tokens"] = _read_limit(fields, default)
+    return {
+        "options": options | _read_structure(body, fields),
+        "logprobs": logprobs,
+        "ignore_eos": fields.ignore_eos,
+        "add_special": fields.add_special_tokens,
+        "stop_token_ids": fields.stop_token_ids,
+        "bad_words": fields.bad_words,
+        "truncate": fields.truncate_prompt_tokens,
+        "steering": msgspec.to_builtins(fields.steering),
+    }
+
+
+def _read_limit(fields: GenerationFields, default: int | None) -> int | None:
+    """Return the limit of new tokens under its first name here; None is the context's."""
     for name in ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict"):
-        if (value := body.get(name)) is not None:
-            return None if value == -1 else _integer(body, name, 1, low, None)
+        limit: int | None = getattr(fields, name)
+        if limit == 0 and not fields.echo:
+            raise invalid(f"{name} must be at least 1, or -1, got 0", name)
+        if limit is not None:
+            return None if limit == -1 else limit
     return default
 
 
 def read_conversation(body: Body) -> dict[str, Any]:
     """Return messages, the template's variables, and whether the last message goes on."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages must be a list of messages, not empty", "messages")
-    plain = [_read_message(message, i) for i, message in enumerate(messages)]
-    variables = body.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    fields = check_fields(body, _Conversation)
+    messages = [_read_message(message, i) for i, message in enumerate(fields.messages)]
+    variables = fields.chat_template_kwargs
     if taken := {"self", "messages"} & variables.keys():
         raise invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
-    variables = dict(variables)
     if body.get("reasoning_effort") is not None:  # OpenAI's field, which some templates show
         variables.setdefault("reasoning_effort", body["reasoning_effort"])
-    continues = _boolean(body, "continue_final_message")
-    adds = body.get("add_generation_prompt", True)
-    last_answers = plain[-1]["role"] == "assistant"
+    continues, last_answers = fields.continue_final_message, messages[-1]["role"] == "assistant"
     if continues and (not last_answers or body.get("add_generation_prompt")):
         raise invalid(
             "continue_final_message requires an assistant message at the end and"
@@ -147,42 +275,36 @@ def read_conversation(body: Body) -> dict[str, Any]:
         )
     # As llama.cpp: an answer at the end is one to go on with, unless the client says otherwise.
     if not continues and last_answers and "add_generation_prompt" not in body:
-        continues = not plain[-1].get("tool_calls")
-        if continues and [message["role"] for message in plain[-2:-1]] == ["assistant"]:
-            raise invalid("messages end with two of the assistant: expected one to go on with",
-                          "messages")  # fmt: skip
-    if continues and not isinstance(plain[-1].get("content"), str):
+        continues = not messages[-1].get("tool_calls")
+        if continues and [message["role"] for message in messages[-2:-1]] == ["assistant"]:
+            what = "messages end with two of the assistant: expected one to go on with"
+            raise invalid(what, "messages")
+    if continues and not isinstance(messages[-1].get("content"), str):
         raise invalid("the message to continue has no text", "messages")
-    tools = body.get("tools")
-    if tools and body.get("tool_choice") != "none":
-        variables["tools"] = tools
-    return {"messages": plain, "continues": continues,
-            "variables": {"add_generation_prompt": bool(adds), **variables}}  # fmt: skip
+    if fields.tools and fields.tool_choice != "none":
+        variables["tools"] = body["tools"]
+    adds = bool(body.get("add_generation_prompt", True))
+    variables = {"add_generation_prompt": adds, **variables}
+    return {"messages": messages, "continues": continues, "variables": variables}
 
 
-def _read_message(message: Any, index: int) -> dict[str, Any]:
+def _read_message(message: Body, index: int) -> dict[str, Any]:
     """Return a message whose content is a text, as templates take it."""
     where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise invalid(f"{where} must be an object, got {message!r:.40}", "messages")
-    role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
-        raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.40}",
-                      "messages")  # fmt: skip
+    fields = check_fields(message, _Message, where)
+    content, calls = fields.content, message.get("tool_calls")
+    if fields.role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise invalid(f"{where}.role must be one of {known}, got {fields.role!r:.40}", "messages")
     if isinstance(content, list):
         content = "".join(_read_part(part, where) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise invalid(f"{where}.content must be a text or a list of parts", "messages")
-    calls = message.get("tool_calls")
-    if content is None and not (role == "assistant" and (calls or len(message) > 1)):
+    if content is None and not (fields.role == "assistant" and (calls or len(message) > 1)):
         raise invalid(f"{where}.content is missing", "messages")
     if content is None and not calls:  # templates take no null; what OpenAI's model refused is text
         refusal = message.get("refusal")
         content = refusal if isinstance(refusal, str) else ""
     plain = {name: value for name, value in message.items() if value not in (None, [])}
     plain["content"] = content
-    if calls is not None and not isinstance(calls, list):
-        raise invalid(f"{where}.tool_calls must be a list, got {calls!r:.40}", "messages")
     if calls:
         plain["tool_calls"] = [_read_call(call, where) for call in calls]
     return plain
@@ -197,46 +319,35 @@ def _read_part(part: Any, where: str) -> str:
     return text
 
 
-def _read_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: Body, where: str) -> dict[str, Any]:
     """Return a call whose arguments are an object, as templates take them.
 
     Those of a call that a limit cut off are no JSON and stay a text.
     """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where}: a tool call is malformed: {call!r:.60}", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
+    arguments = call["function"].get("arguments") or {}  # none of a function without parameters
+    if isinstance(arguments, str) and not arguments.strip():
+        arguments = {}
+    if isinstance(arguments, str):
+        text = arguments
         try:
-            arguments = parse_json(arguments, "arguments")
+            arguments = parse_json(text, "arguments")
         except JaxllmError:
-            if len(arguments) > MAX_ARGUMENTS or arguments.lstrip()[0] != "{":
-                raise invalid(f"{where}: the arguments of a tool call are not an object:"
-                              f" {arguments!r:.60}", "messages") from None  # fmt: skip
-            return {**call, "function": {**function, "arguments": arguments}}
-    if arguments in (None, "") or (isinstance(arguments, str) and not arguments.strip()):
-        arguments = {}  # of a function without parameters
-    if not isinstance(arguments, Mapping):
-        raise invalid(f"{where}: the arguments of a tool call must be an object, got"
-                      f" {arguments!r:.60}", "messages")  # fmt: skip
-    return {**call, "function": {**function, "arguments": arguments}}
+            if len(text) <= MAX_ARGUMENTS and text.lstrip()[0] == "{":
+                return dict(call)
+        if not isinstance(arguments, Mapping):
+            what = "the arguments of a tool call must be an object"
+            raise invalid(f"{where}: {what}, got {text!r:.60}", "messages")
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _read_tools(body: Body) -> dict[str, Any] | None:
     """Return what `tools.tool_grammar` takes; None without tools."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
+    fields = check_fields(body, _Conversation)
+    tools, choice = body.get("tools"), fields.tool_choice
     if not tools or choice == "none":
-        if choice not in (None, "none", "auto"):
+        if choice not in ("none", "auto"):
             raise invalid("tool_choice requires tools", "tool_choice")
         return None
-    if not isinstance(tools, list):
-        raise invalid("tools must be a list", "tools")
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise invalid(f"a tool must be a function with a name, got {tool!r:.60}", "tools")
-        if not isinstance(function.get("parameters") or {}, Mapping):
-            raise invalid("a tool's parameters must be a JSON schema", "tools")
     named: Any = choice if isinstance(choice, Mapping) else {}
     try:
         if named.get("type") == "allowed_tools":
@@ -248,10 +359,9 @@ def _read_tools(body: Body) -> dict[str, Any] | None:
             tools, choice = _pick_tools(tools, names), "required"
     except (AttributeError, TypeError):  # what should be an object or a list is not
         raise invalid(f"tool_choice is malformed: got {choice!r:.60}", "tool_choice") from None
-    if choice not in (None, "auto", "required"):
+    if choice not in ("auto", "required"):
         raise invalid(f"tool_choice is unknown: got {choice!r:.60}", "tool_choice")
-    parallel = body.get("parallel_tool_calls") is None or _boolean(body, "parallel_tool_calls")
-    return {"tools": tools, "choice": choice or "auto", "parallel": parallel}
+    return {"tools": tools, "choice": choice, "parallel": fields.parallel_tool_calls}
 
 
 def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
@@ -262,107 +372,25 @@ def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
     return chosen
 
 
-def _read_options(body: Body) -> dict[str, Any]:
-    """Return options of `LM.generate` from OpenAI's fields, with a seed."""
-    for name, what in _REFUSED.items():
-        if body.get(name) and body[name] != ["text"]:
-            raise unsupported(what, name)
-    if body.get("stop_token_ids") and body.get("ignore_eos"):
-        raise unsupported("stop_token_ids with ignore_eos", "stop_token_ids")
-    if body.get("skip_special_tokens") is False:
-        raise unsupported("skip_special_tokens=false", "skip_special_tokens")
-    repetition = body.get("repeat_penalty", body.get("repetition_penalty"))
-    if body.get("repeat_last_n") not in (None, -1) and repetition not in (None, 1):
-        raise unsupported("repeat_last_n (the penalty counts the whole text: send -1)",
-                          "repeat_last_n")  # fmt: skip
-    options: dict[str, Any] = {}
-    for name, (low, high) in _RANGES.items():
-        if body.get(name) is not None:
-            options[name] = _number(body, name, low, high)
-    if body.get("stop") is not None:
-        options["stop_strings"] = _read_stops(body["stop"])
-    if body.get("logit_bias"):
-        options["logit_bias"] = body["logit_bias"]
-    seed = body.get("seed")
-    if seed is None or seed == -1:
-        options["seed"] = secrets.randbits(32)
-    else:
-        options["seed"] = _integer(body, "seed", 0, -(1 << 63), (1 << 64) - 1) % (1 << 64)
-    return options | _read_structure(body)
-
-
-def _read_structure(body: Body) -> dict[str, Any]:
+def _read_structure(body: Body, fields: GenerationFields) -> dict[str, Any]:
     """Return the grammar option of response_format and of structured_outputs."""
     wanted = body.get("response_format")
-    structured = body.get("structured_outputs")
-    if isinstance(structured, Mapping):
-        return {
-            ours: structured[theirs]
-            for theirs, ours in _STRUCTURES.items()
-            if structured.get(theirs) is not None
-        }
-    if wanted is None:
-        return {}
+    if isinstance(body.get("structured_outputs"), Mapping):
+        given = fields.structured_outputs
+        return {x: given[name] for name, x in _STRUCTURES.items() if given.get(name) is not None}
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if kind == "text":
+    if wanted is None or kind == "text":
         return {}
     if kind == "json_object":
         return {"json_schema": wanted.get("schema") or {"type": "object"}}
-    if kind == "json_schema":
-        outer = wanted.get("json_schema", wanted)
-        schema = outer.get("schema") if isinstance(outer, Mapping) else None
-        if isinstance(schema, Mapping | bool):
-            return {"json_schema": schema}
-        raise invalid("response_format.json_schema.schema must be a JSON schema",
-                      "response_format")  # fmt: skip
-    raise invalid(f"response_format is unknown: got {wanted!r:.60}", "response_format")
-
-
-def _read_flags(body: Body) -> dict[str, bool]:
-    """Return whether ends of text are ignored, and whether a prompt gets a begin-of-text token."""
-    adds = body.get("add_special_tokens") is None or _boolean(body, "add_special_tokens")
-    return {"ignore_eos": _boolean(body, "ignore_eos"), "add_special": adds}
-
-
-def _read_extra(body: Body) -> dict[str, Any]:
-    """Return all fields, for the options of `LM.generate` among them, under our names."""
-    extra = {_ALIASES.get(name, name): body[name] for name in body if name not in _OURS}
-    if extra.get("top_k") == -1:  # vLLM's word for all
-        del extra["top_k"]
-    return extra
-
-
-# Fields that have a meaning of their own here.
-_OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop",
-         "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
-         "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "tools",
-         "tool_choice", "response_format", "structured_outputs", "stream", "stream_options",
-         "user", "metadata", "return_token_ids", "add_special_tokens"}  # fmt: skip
-
-
-def read_model_name(body: Body) -> str:
-    """Return the requested model's name, "" for the default. Raises ApiError."""
-    name = body.get("model") or ""
-    if not isinstance(name, str):
-        raise invalid(f"model must be a name, got {name!r:.40}", "model")
-    return name
-
-
-def _read_stream(body: Body) -> tuple[bool, bool]:
-    stream, options = _boolean(body, "stream"), body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise invalid("stream_options must be an object", "stream_options")
-    return stream, bool(options.get("include_usage"))
-
-
-def _read_prompts(body: Body) -> list[Any]:
-    """Return the prompts: texts or lists of token ids."""
-    prompt = body.get("prompt")
-    if is_prompt(prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(map(is_prompt, prompt)):
-        return prompt
-    raise invalid("prompt must be a text, token ids, or a list of them, not empty", "prompt")
+    if kind != "json_schema":
+        raise invalid(f"response_format is unknown: got {wanted!r:.60}", "response_format")
+    outer = wanted.get("json_schema", wanted)
+    schema = outer.get("schema") if isinstance(outer, Mapping) else None
+    if not isinstance(schema, Mapping | bool):
+        message = "response_format.json_schema.schema must be a JSON schema"
+        raise invalid(message, "response_format")
+    return {"json_schema": schema}
 
 
 def is_prompt(value: Any) -> bool:
@@ -370,41 +398,3 @@ def is_prompt(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(type(token) is int for token in value)
     return isinstance(value, str) and bool(value)
-
-
-def _read_stops(stop: Any) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
-        raise invalid("stop must be a text or a list of texts", "stop")
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"stop has {len(stops)} texts: expected at most {MAX_STOPS}", "stop")
-    return [text for text in stops if text]
-
-
-def _nth_seed(seed: int, i: int) -> int:
-    """Return the seed of the i-th choice: the first has the given one."""
-    return (seed + i) % (1 << 64)
-
-
-def _integer(body: Body, name: str, default: int, low: int, high: int | None) -> int:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" to {high}"
-        raise invalid(f"{name} must be a whole number from {low}{upper}, got {value!r:.40}", name)
-    return value
-
-
-def _number(body: Body, name: str, low: float, high: float) -> float:
-    value = body.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise invalid(f"{name} must be a number from {low} to {high}, got {value!r:.40}", name)
-    return float(value)
-
-
-def _boolean(body: Body, name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise invalid(f"{name} must be true or false, got {value!r:.40}", name)
-    return bool(value)

@@ -4,7 +4,7 @@ A request's vectors are added up before it runs, and have all layers of all vect
 where it steers nothing. So all steered requests run the same program.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from jaxllm.inside.steering import (
 )
 
 Vectors = Mapping[str, Directions]
-_FIELDS = {"vector", "scale", "layers"}
 
 
 def read_vectors(files: Mapping[str, str], config: ModelConfig) -> Vectors:
@@ -27,34 +26,28 @@ def read_vectors(files: Mapping[str, str], config: ModelConfig) -> Vectors:
     return {name: read_directions(file, config) for name, file in files.items()}
 
 
-def read_steering(steering: Any, vectors: Vectors) -> dict[str, Any]:
+def read_steering(steering: Sequence[Mapping[str, Any]], vectors: Vectors) -> dict[str, Any]:
     """Return the edits that a request's `steering` describes.
 
-    steering: A list of `{"vector": NAME, "scale": 1.0, "layers": [...]}`; without layers, all of
-    the vector's. Raises ConfigError for anything else.
+    steering: Objects with the fields of `openai_requests.Steering`. Raises ConfigError for a vector
+    or a layer that is not there.
     """
-    if not isinstance(steering, list) or not all(isinstance(x, Mapping) for x in steering):
-        raise ConfigError(f"steering must be a list of objects, got {steering!r:.60}")
     layers = {layer: x for vector in vectors.values() for layer, x in vector.items()}
     parts: list[tuple[Directions, float]] = [
         ({layer: np.zeros_like(x) for layer, x in layers.items()}, 1.0)
     ]
     for item in steering:
-        name = item.get("vector")
-        if not isinstance(name, str) or name not in vectors:
+        if (name := item["vector"]) not in vectors:
             known = ", ".join(vectors) or "none (--steer)"
             raise ConfigError(f"steering: unknown vector {name!r:.60}. The server has {known:.200}")
-        if unknown := item.keys() - _FIELDS:
-            raise ConfigError(f"steering: unknown field {min(unknown)!r:.60}")
-        parts.append((_pick_layers(vectors[name], item.get("layers"), name), item.get("scale", 1)))
+        parts.append((_pick_layers(vectors[name], item["layers"], name), item["scale"]))
     return {"edits": steering_edits(combine_directions(parts))}
 
 
-def _pick_layers(vector: Directions, layers: Any, name: str) -> Directions:
+def _pick_layers(vector: Directions, layers: list[int] | None, name: str) -> Directions:
     if layers is None:
         return vector
-    is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if not is_list or not vector.keys() >= set(layers):
+    if not vector.keys() >= set(layers):
         raise ConfigError(
             f"steering: layers of {name:.60} must be a list of {min(vector)} to {max(vector)},"
             f" got {layers!r:.60}"

@@ -23,6 +23,7 @@ from jaxllm.inside import (
     write_directions,
 )
 from jaxllm.models.site_inputs import check_edits
+from jaxllm.server.errors import ApiError
 from jaxllm.server.model_process import ModelProcess, ModelSettings
 from jaxllm.server.openai_requests import read_completion
 from tests.conftest import Run, assert_refused, succeed
@@ -332,12 +333,16 @@ def test_server_steers_each_request(lm: jaxllm.LM, tmp_path: Path) -> None:
     checked = [check_edits(lm.model, one, 1, 1, None) for one in found]
     assert len({str(jax.tree.structure(one)) for one in checked}) == 1
     assert "edits" not in process._make_request(read(None))
+    for steering, message in (
+        ({"vector": "calm"}, "steering must be a list"),
+        ([{"vector": "calm", "strength": 2}], "unknown field strength"),
+        ([{"vector": "calm", "scale": "2"}], "scale must be a number"),
+    ):
+        with pytest.raises(ApiError, match=message):
+            read(steering)
     for number, (steering, message) in enumerate(
         (
-            ({"vector": "calm"}, "steering must be a list of objects"),
             ([{"vector": "calmm"}], "unknown vector 'calmm'. The server has calm, odd"),
-            ([{"vector": "calm", "strength": 2}], "unknown field 'strength'"),
-            ([{"vector": "calm", "scale": "2"}], "strength must be a finite number"),
             ([{"vector": "calm", "layers": [0]}], "layers of calm must be a list of 1 to 1"),
         )
     ):

@@ -18,5 +18,11 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of coroutine tests."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def lm() -> Any:
     return jaxllm.load("demo:llama")

@@ -19,6 +19,7 @@ import pytest
 from scripts.tools.hostile.client import Connection, encode_request
 from scripts.tools.hostile.server import Server, start_server
 
+pytestmark = pytest.mark.anyio
 PATH, PROMPT, NEW = "/v1/completions", "Once upon a time", 30
 GOOD = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0.8, "seed": 3, "logprobs": 0,
         "ignore_eos": True}  # fmt: skip
@@ -91,89 +92,77 @@ async def check_good(server: Server, expected: Any) -> None:
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-def test_killed_clients_free_rows(running: Server, expected: Any) -> None:
+async def test_killed_clients_free_rows(running: Server, expected: Any) -> None:
     """Clients are killed while they decode, in the queue and while their prompt is read; the rows
     are free then, and an answer beside them keeps its bits."""
-
-    async def run() -> None:
-        await check_good(running, expected)  # which also compiles
-        beside = asyncio.create_task(check_good(running, expected))
-        decoding = await send(running, LONG, wait_for=b"data: ")
-        decoding.reset()
-        for prompt in ("One day", "Once " * 400):
-            for body in ({**LONG, "prompt": prompt}, {**LONG, "stream": False, "n": 2}):
-                leaving = await send(running, {**body, "max_tokens": 40})
-                await asyncio.sleep(0.01)
-                leaving.reset()
-        with stopped(running.model_pid):
-            queued = [await send(running, LONG | {"stream": stream}) for stream in (True, False)]
-            await asyncio.sleep(0.1)
-            for connection in queued:
-                connection.reset()
-        await wait_for(running, running=0, waiting=0)
-        await beside
-        await check_good(running, expected)
-        for connection in (decoding, leaving, *queued):
-            await connection.close()
-
-    asyncio.run(run())
+    await check_good(running, expected)  # which also compiles
+    beside = asyncio.create_task(check_good(running, expected))
+    decoding = await send(running, LONG, wait_for=b"data: ")
+    decoding.reset()
+    for prompt in ("One day", "Once " * 400):
+        for body in ({**LONG, "prompt": prompt}, {**LONG, "stream": False, "n": 2}):
+            leaving = await send(running, {**body, "max_tokens": 40})
+            await asyncio.sleep(0.01)
+            leaving.reset()
+    with stopped(running.model_pid):
+        queued = [await send(running, LONG | {"stream": stream}) for stream in (True, False)]
+        await asyncio.sleep(0.1)
+        for connection in queued:
+            connection.reset()
+    await wait_for(running, running=0, waiting=0)
+    await beside
+    await check_good(running, expected)
+    for connection in (decoding, leaving, *queued):
+        await connection.close()
 
 
-def test_cancelled_request_frees_its_place(running: Server, expected: Any) -> None:
+async def test_cancelled_request_frees_its_place(running: Server, expected: Any) -> None:
     """With all rows and places taken a request gets 429; once a client leaves, it is taken."""
-
-    async def run() -> None:
-        await wait_for(running, running=0, waiting=0)
-        with stopped(running.model_pid):
-            open_ones = [await send(running, {**GOOD, "stream": i % 2 == 0}) for i in range(4)]
-            await wait_for(running, waiting=4)
-            answer = await running.ask("POST", PATH, GOOD)
-            assert (answer.status, json.loads(answer.body)["error"]["code"]) == (429, "queue_full")
-            assert "retry-after" in answer.headers
-            open_ones.pop().reset()
-            await wait_for(running, waiting=3)
-            following = asyncio.create_task(check_good(running, expected))
-            await wait_for(running, waiting=4)
-        await following
-        for connection in open_ones:
-            answered = await connection.read_answer()
-            assert answered is not None and answered.status == 200
-            await connection.close()
-
-    asyncio.run(run())
-
-
-def test_killed_model_process_is_started_again(running: Server, expected: Any) -> None:
-    """Open requests end with an error, a stream by an event; then the server answers again."""
-
-    async def run() -> None:
-        await wait_for(running, running=0, waiting=0)
-        killed = running.model_pid
-        stream = await stop_in_stream(running)
-        with stopped(killed):
-            whole = await send(running, GOOD)
-            await wait_for(running, running=1, waiting=1)
-            os.kill(killed, signal.SIGKILL)
-            answer = await whole.read_answer()
-        assert answer is not None
-        assert (answer.status, json.loads(answer.body)["error"]["type"]) == (
-            503, "unavailable_error",
-        )  # fmt: skip
+    await wait_for(running, running=0, waiting=0)
+    with stopped(running.model_pid):
+        open_ones = [await send(running, {**GOOD, "stream": i % 2 == 0}) for i in range(4)]
+        await wait_for(running, waiting=4)
+        answer = await running.ask("POST", PATH, GOOD)
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (429, "queue_full")
         assert "retry-after" in answer.headers
-        async with asyncio.timeout(20):
-            rest = (await stream.reader.readuntil(b"data: [DONE]\n\n")).decode()
-        assert '{"error":{"message":"the model\'s process ended"' in rest
-        assert (await running.ask("GET", "/health")).status == 503
-        async with asyncio.timeout(300):
-            while (await running.ask("GET", "/health")).status != 200:
-                await asyncio.sleep(0.05)
-        await check_good(running, expected)
-        assert running.model_pid != killed
-        assert (await running.metrics())["model_restarts"] == 1
-        for connection in (stream, whole):
-            await connection.close()
+        open_ones.pop().reset()
+        await wait_for(running, waiting=3)
+        following = asyncio.create_task(check_good(running, expected))
+        await wait_for(running, waiting=4)
+    await following
+    for connection in open_ones:
+        answered = await connection.read_answer()
+        assert answered is not None and answered.status == 200
+        await connection.close()
 
-    asyncio.run(run())
+
+async def test_killed_model_process_is_started_again(running: Server, expected: Any) -> None:
+    """Open requests end with an error, a stream by an event; then the server answers again."""
+    await wait_for(running, running=0, waiting=0)
+    killed = running.model_pid
+    stream = await stop_in_stream(running)
+    with stopped(killed):
+        whole = await send(running, GOOD)
+        await wait_for(running, running=1, waiting=1)
+        os.kill(killed, signal.SIGKILL)
+        answer = await whole.read_answer()
+    assert answer is not None
+    assert (answer.status, json.loads(answer.body)["error"]["type"]) == (
+        503, "unavailable_error",
+    )  # fmt: skip
+    assert "retry-after" in answer.headers
+    async with asyncio.timeout(20):
+        rest = (await stream.reader.readuntil(b"data: [DONE]\n\n")).decode()
+    assert '{"error":{"message":"the model\'s process ended"' in rest
+    assert (await running.ask("GET", "/health")).status == 503
+    async with asyncio.timeout(300):
+        while (await running.ask("GET", "/health")).status != 200:
+            await asyncio.sleep(0.05)
+    await check_good(running, expected)
+    assert running.model_pid != killed
+    assert (await running.metrics())["model_restarts"] == 1
+    for connection in (stream, whole):
+        await connection.close()
 
 
 def test_sigterm_finishes_running_requests() -> None:
@@ -204,20 +193,16 @@ def test_sigterm_finishes_running_requests() -> None:
         asyncio.run(run(server))
 
 
-def test_second_signal_ends_at_once(running: Server) -> None:
+async def test_second_signal_ends_at_once(running: Server) -> None:
     """The first signal waits for a running request, the second one does not."""
-
-    async def run() -> None:
-        stream = await stop_in_stream(running)
-        with stopped(model := running.model_pid):
-            running.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(1.0)
-            assert running.process.poll() is None
-            running.process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
-            assert await asyncio.to_thread(running.process.wait, 30) == 0
-            assert time.monotonic() - began < 15  # of 30 s of grace
-        assert not Path(f"/proc/{model}").exists()
-        await stream.close()
-
-    asyncio.run(run())
+    stream = await stop_in_stream(running)
+    with stopped(model := running.model_pid):
+        running.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(1.0)
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert await asyncio.to_thread(running.process.wait, 30) == 0
+        assert time.monotonic() - began < 15  # of 30 s of grace
+    assert not Path(f"/proc/{model}").exists()
+    await stream.close()

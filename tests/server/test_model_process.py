@@ -18,7 +18,8 @@ from jaxllm.server.frames import encode_frame
 from jaxllm.server.model_client import ModelClient
 from jaxllm.server.model_process import ModelProcess, ModelSettings
 
-GENERATE = {"do": "generate", "extra": {}, "logprobs": None}
+pytestmark = pytest.mark.anyio
+GENERATE = {"do": "generate", "logprobs": None}
 
 
 class _Writer:
@@ -32,39 +33,35 @@ class _Writer:
         return False
 
 
-def test_cancel_is_sent_for_open_request() -> None:
+async def test_cancel_is_sent_for_open_request() -> None:
     """A generation that is left is cancelled in the model, and is not counted any more; one that
     has ended is not cancelled.
     """
-
-    async def run() -> None:
-        client, writer = ModelClient(lambda: None, ModelSettings()), _Writer()
-        client.state, client._writer = "ready", writer  # type: ignore[assignment]
-        for is_started in (False, True):
-            frames = client.generate({"prompt": "x"})
-            first = asyncio.create_task(anext(frames))  # type: ignore[var-annotated,arg-type]
-            await asyncio.sleep(0)
-            (number,) = client.waiting
-            if is_started:
-                client._receive({"id": number, "started": True}, asyncio.Event())
-                assert await first == {"id": number, "started": True}
-                assert (client.waiting, client.running) == (set(), {number})
-                await frames.aclose()
-            else:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            assert (client.waiting, client.running, client._answers) == (set(), set(), {})
-            assert writer.sent[-1] == encode_frame({"id": number, "do": "cancel"})
+    client, writer = ModelClient(lambda: None, ModelSettings()), _Writer()
+    client.state, client._writer = "ready", writer  # type: ignore[assignment]
+    for is_started in (False, True):
         frames = client.generate({"prompt": "x"})
-        first = asyncio.create_task(anext(frames))  # type: ignore[arg-type]
+        first = asyncio.create_task(anext(frames))  # type: ignore[var-annotated,arg-type]
         await asyncio.sleep(0)
         (number,) = client.waiting
-        client._receive({"id": number, "done": {}}, asyncio.Event())
-        await first
-        await frames.aclose()
-        assert writer.sent[-1] != encode_frame({"id": number, "do": "cancel"})
-
-    asyncio.run(run())
+        if is_started:
+            client._receive({"id": number, "started": True}, asyncio.Event())
+            assert await first == {"id": number, "started": True}
+            assert (client.waiting, client.running) == (set(), {number})
+            await frames.aclose()
+        else:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        assert (client.waiting, client.running, client._answers) == (set(), set(), {})
+        assert writer.sent[-1] == encode_frame({"id": number, "do": "cancel"})
+    frames = client.generate({"prompt": "x"})
+    first = asyncio.create_task(anext(frames))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    (number,) = client.waiting
+    client._receive({"id": number, "done": {}}, asyncio.Event())
+    await first
+    await frames.aclose()
+    assert writer.sent[-1] != encode_frame({"id": number, "do": "cancel"})
 
 
 class _Frames:
@@ -95,7 +92,7 @@ def test_unexpected_error_is_answered(lm: Any, monkeypatch: pytest.MonkeyPatch) 
         raise TypeError("unexpected")
 
     monkeypatch.setattr(process._server, "submit", fail)
-    frame = {"prompt": "x", "options": {"max_new_tokens": 1, "seed": 0}, "extra": {}}
+    frame = {"prompt": "x", "options": {"max_new_tokens": 1, "seed": 0}}
     process.receive({"id": 5, "do": "generate", **frame})
     frames.wait_for(lambda frame: "error" in frame)
     assert frames.sent == [
