@@ -13,7 +13,7 @@ from jaxllm.cli.options import Model, check_folder
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.evaluate.parity.backends import JaxBackend
+    from jaxllm.evaluate.parity.activations import JaxBackend
     from jaxllm.evaluate.parity.compare import Report
 
 EXAMPLE = """
@@ -68,7 +68,7 @@ def vectors(
 
         check_vacant(directory, "vectors.json", "vectors")
     lm = loading.load(model)
-    from jaxllm.evaluate.parity.backends import JaxBackend
+    from jaxllm.evaluate.parity.activations import JaxBackend
 
     ours = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
     if action is Action.check:
@@ -84,7 +84,7 @@ def vectors(
     if source == "jaxllm":
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
-        from jaxllm.evaluate.parity.process_zero import on_process_zero
+        from jaxllm.evaluate.parity.activations import on_process_zero
         from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
         from jaxllm.evaluate.verify import transformers_directory
 
@@ -97,9 +97,8 @@ def vectors(
 def _check(
     ours: "JaxBackend", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
 ) -> None:
+    from jaxllm.evaluate.parity.compare import Tolerance, to_json
     from jaxllm.evaluate.parity.golden import check, read
-    from jaxllm.evaluate.parity.report import to_json
-    from jaxllm.evaluate.parity.tolerance import Tolerance
 
     checked = check(
         read(directory), ours, tolerance=None if tolerance is None else Tolerance(tolerance)

@@ -67,8 +67,7 @@ def verify(
         _verify_invariance(load, loading.mesh is None, length, new_tokens, as_json)
         return
     lm = loading.load(model)
-    from jaxllm.evaluate.parity.report import to_json, to_png, to_text
-    from jaxllm.evaluate.parity.tolerance import Tolerance
+    from jaxllm.evaluate.parity.compare import Tolerance, to_json, to_png, to_text
     from jaxllm.evaluate.verify import verify as compare
 
     report = compare(

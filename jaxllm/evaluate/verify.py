@@ -14,9 +14,7 @@ from jaxllm.checkpoints.native import HF_FORMAT, with_params
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.parity import compare
-from jaxllm.evaluate.parity.backends import Backend, JaxBackend
-from jaxllm.evaluate.parity.process_zero import on_process_zero
-from jaxllm.evaluate.parity.tolerance import Tolerance
+from jaxllm.evaluate.parity.activations import Backend, JaxBackend, example_case, on_process_zero
 from jaxllm.lm import LM, load
 from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.runtime import signals
@@ -49,7 +47,7 @@ def verify(
     reference_dtype: str | None = None,
     length: int = 48,
     new_tokens: int = 32,
-    tolerance: Tolerance | None = None,
+    tolerance: compare.Tolerance | None = None,
     show_progress: bool | None = None,
 ) -> compare.Report:
     """Compare a model with a reference: all activations, the cache, and greedily decoded tokens.
@@ -67,7 +65,7 @@ def verify(
         new_tokens, tolerance: as for `parity.compare.verify`.
 
     Returns a report that `holds`, or names the `first` activation that differs;
-    `evaluate.parity.report.to_text` formats it. Raises ConfigError without transformers, and
+    `evaluate.parity.compare.to_text` formats it. Raises ConfigError without transformers, and
     what `load` and `parity.compare.verify` raise.
     """
     dtype = None if dtype is None else check_dtype("dtype", dtype)
@@ -81,7 +79,7 @@ def verify(
         files = model
     check_predicts_tokens(lm.config)
     ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
-    case = compare.example_case(ids, lm.config.vocab_size, length)
+    case = example_case(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)
     ours = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
     with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, exact):

@@ -4,7 +4,7 @@ tokenizer: text to ids and back, for any kind of file; stream_decoder: the strea
 continuation; detokenizer: its pieces; stop: stop strings. formats: Hugging Face's files;
 sentencepiece_model: SentencePiece models; byte_level: vocab.json and merges.txt; save_tokenizer:
 writes any of them in Hugging Face's format. chat: chat templates; sandbox, template_ast,
-template_limits: their sandbox and limits. tokenizer_limits, regex_safety: limits on a tokenizer's
+template_limits: their sandbox and limits. tokenizer_limits: limits on a tokenizer's
 files.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm.convert.hf import open_hf, write_hf
-from jaxllm.evaluate.parity.backends import JaxBackend, pad_case
+from jaxllm.evaluate.parity.activations import JaxBackend, pad_case
 from jaxllm.evaluate.parity.compare import Report, verify
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.models import FAMILIES

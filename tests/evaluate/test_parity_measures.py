@@ -7,9 +7,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.evaluate.parity.compare import Report, compare_greedy, example_case
-from jaxllm.evaluate.parity.report import to_json, to_text
-from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, measure, ulp_distance
+from jaxllm.evaluate.parity.activations import example_case
+from jaxllm.evaluate.parity.compare import (
+    TOLERANCES,
+    Report,
+    Tolerance,
+    compare_greedy,
+    measure,
+    to_json,
+    to_text,
+    ulp_distance,
+)
 
 STRICT = TOLERANCES["float32"]
 
@@ -75,8 +83,7 @@ def test_greedy_margin_is_measured_at_first_disagreement() -> None:
     found = compare_greedy(ours, theirs, Tolerance(1e-5))
     assert (found.compared, found.agreed) == (6, 4)
     # Ordered by step, then row: row 1 differs at step 1 (margin 4 - 3.5), row 0 only at step 2.
-    assert found.first is not None
-    assert tuple(found.first) == (1, 1, 1, 0, 0.5)
+    assert found.first == {"row": 1, "step": 1, "reference": 1, "ours": 0, "margin": 0.5}
     assert found.worst_margin == 0.5
     assert found.allowed_margin == 1e-3
     assert not found.holds

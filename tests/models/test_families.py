@@ -19,7 +19,7 @@ from jaxllm.cache import shift
 from jaxllm.checkpoints.native import open_native
 from jaxllm.convert.hf import TABLES, open_hf, read_config, write_hf
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity.backends import JaxBackend, pad_case
+from jaxllm.evaluate.parity.activations import JaxBackend, pad_case
 from jaxllm.evaluate.parity.compare import verify
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.models import FAMILIES, config_from_dict

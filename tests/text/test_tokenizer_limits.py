@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer
-from jaxllm.text.regex_safety import check_regex
+from jaxllm.text.tokenizer_limits import check_regex
 
 # As published in the tokenizer.json of each model; tests/convert/gguf/test_tokenizer.py has more.
 PUBLISHED = {

@@ -1,55 +1,199 @@
 """Parity check: runs the same input through two backends, and compares every activation.
 
-The report names the first activation that diverges, as defined in `tolerance.Tolerance`. For
-decoding, both backends are fed the reference's greedy tokens, one at a time through their caches,
-so that an early difference does not hide later ones.
+The report names the first activation that diverges, as defined in `Tolerance`. For decoding, both
+backends are fed the reference's greedy tokens, one at a time through their caches, so that an early
+difference does not hide later ones. Errors are measured with numpy in float64.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from jaxllm.errors import ConfigError, TokenError
-from jaxllm.evaluate.parity.backends import Backend, DecodeOutput, JaxBackend, ParityCase, pad_case
-from jaxllm.evaluate.parity.tolerance import (
-    MAX_DRIFT,
-    TOLERANCES,
-    Difference,
-    Tolerance,
-    coarser_dtype,
-    measure,
-)
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase
+from jaxllm.files import finite_json
+from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int
 
+_FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
+_CLOSE_BUCKETS = 2  # buckets of at most 1 ULP
+_LEGEND = """\
+max, rms: largest and RMS difference; rel: divided by the activation's largest value and RMS.
+equal, 1 ulp: share of elements with equal bits, and at most 1 ULP apart (histogram: --json).
+beyond: elements out of tolerance.
+"""
+# Lower bounds of the buckets of the ULP histogram: 0, 1, 2-3, 4-15, 16-255, ...
+ULP_BUCKETS = (0, 1, 2, 4, 16, 256, 4096, 65536)
 
-class Mismatch(NamedTuple):
-    """A token that the two backends choose differently after the same text.
 
-    step: decoding step, from 0. margin: the reference's best logit minus its second best.
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """An element is within tolerance if
+    `|ours - theirs| <= atol * max(1, max |theirs|) + rtol * |theirs|`.
+
+    `max |theirs|` is over the whole activation. The same two numbers apply to every activation and
+    do not grow with depth. An activation diverges if one element is out of tolerance. The exception
+    is for dtypes in which two correct programs may differ by more: if there is a float32 backend,
+    an activation also holds if our RMS distance to it is at most `MAX_DRIFT` times the reference's.
+    Raises ConfigError for a negative number.
     """
 
-    row: int
-    step: int
-    reference: int
-    ours: int
-    margin: float
+    atol: float
+    rtol: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.atol >= 0 and self.rtol >= 0):
+            raise ConfigError(f"tolerances must be at least 0: got {self.atol:g} and {self.rtol:g}")
+
+    def margin(self, scale: float) -> float:
+        """Return the largest gap between the reference's best two logits that counts as a tie."""
+        return max(1e-3, 2 * self.atol * max(1.0, scale))
+
+
+MAX_DRIFT = 1.5
+# By activation dtype, for equal weights in the same format.
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float32": Tolerance(1e-5, 1e-4),
+    "float16": Tolerance(5e-3),
+    "bfloat16": Tolerance(1e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The error of one activation against the reference's.
+
+    count: elements compared. scale: the reference's largest finite magnitude. max_error, rms_error:
+    of ours - theirs; relative_max: max_error / scale; relative_rms: rms_error / RMS of the
+    reference. cosine: similarity of the two as vectors. ulps: histogram over `ULP_BUCKETS` of the
+    distance in ULPs, in the coarser of the two dtypes (`dtype`); near zero ULPs are tiny, so counts
+    are large. beyond: elements out of tolerance. worst: index of the largest error. drift: our RMS
+    distance to a float32 backend, divided by the reference's.
+    """
+
+    name: str
+    count: int
+    dtype: str
+    scale: float
+    max_error: float
+    rms_error: float
+    relative_max: float
+    relative_rms: float
+    cosine: float
+    ulps: tuple[int, ...]
+    beyond: int
+    worst: tuple[int, ...]
+    drift: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether every element is within tolerance, or the rest is explained by rounding."""
+        return self.beyond == 0 or (self.drift is not None and self.drift <= MAX_DRIFT)
+
+
+def measure(
+    name: str,
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    tolerance: Tolerance,
+    exact: np.ndarray | None = None,
+) -> Difference:
+    """Compare two arrays of equal shape. exact: the float32 backend's, for `drift`.
+
+    NaN is out of every tolerance; infinity equals only itself.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        a, b = ours.astype(np.float64), theirs.astype(np.float64)
+        error = np.where(a == b, 0.0, np.abs(a - b))
+        scale = float(np.abs(b[np.isfinite(b)]).max(initial=0.0))
+        bound = tolerance.atol * max(1.0, scale) + tolerance.rtol * np.abs(b)
+        beyond = ~((a == b) | (np.isfinite(b) & (error <= bound)))
+        dtype = coarser_dtype(ours.dtype, theirs.dtype)
+        return Difference(
+            name=name,
+            count=a.size,
+            dtype=dtype.name,
+            scale=scale,
+            max_error=float(error.max()),
+            rms_error=_rms(error),
+            relative_max=_ratio(float(error.max()), scale),
+            relative_rms=_ratio(_rms(error), _rms(b)),
+            cosine=_cosine(a, b),
+            ulps=histogram(ulp_distance(ours.astype(dtype), theirs.astype(dtype))),
+            beyond=int(beyond.sum()),
+            worst=tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape)),
+            drift=None if exact is None else _drift(a, b, exact.astype(np.float64)),
+        )
+
+
+def coarser_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Return the floating-point dtype with fewer mantissa bits."""
+    return min((a, b), key=lambda dtype: ml_dtypes.finfo(dtype).nmant)
+
+
+def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return distances in ULPs, int64, of arrays of the same dtype; for NaN the largest int64.
+
+    Adjacent floats have adjacent sign-and-magnitude bit patterns (IEEE 754); 0 and -0 are equal.
+    """
+    integer = np.dtype(f"i{a.dtype.itemsize}")
+    magnitude = np.iinfo(integer).max
+
+    def to_ordered(x: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(x).view(integer).astype(np.int64)
+        return np.where(bits < 0, -(bits & magnitude), bits)
+
+    distance = np.abs(to_ordered(a) - to_ordered(b))
+    return np.where(np.isnan(a) | np.isnan(b), np.iinfo(np.int64).max, distance)
+
+
+def histogram(distance: np.ndarray) -> tuple[int, ...]:
+    """Count the distances in each of `ULP_BUCKETS`."""
+    bucket = np.searchsorted(ULP_BUCKETS, distance.reshape(-1), side="right") - 1
+    return tuple(int(n) for n in np.bincount(bucket, minlength=len(ULP_BUCKETS)))
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (0.0 if part == 0 else float("inf"))
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a.reshape(-1), b.reshape(-1)
+    lengths = float(np.sqrt(a @ a) * np.sqrt(b @ b))
+    return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))
+
+
+def _drift(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray) -> float:
+    ours_off, theirs_off = _rms(ours - exact), _rms(theirs - exact)
+    return 1.0 if ours_off == theirs_off else _ratio(ours_off, theirs_off)
 
 
 @dataclasses.dataclass(frozen=True)
 class GreedyComparison:
     """Comparison of greedy tokens, each chosen after the reference's text.
 
-    compared, agreed: number of tokens over all rows. first: the first mismatch. worst_margin: the
-    largest margin of a mismatch, 0 without any. allowed_margin: margins up to this are ties within
-    the tolerance.
+    Attributes:
+        compared: Number of tokens over all rows.
+        agreed: Number of equal ones.
+        first: The first mismatch: row and step, both from 0, the two tokens, and its margin, the
+            reference's best logit minus its second best.
+        worst_margin: The largest margin of a mismatch, 0 without any.
+        allowed_margin: Margins up to this are ties within the tolerance.
     """
 
     compared: int
     agreed: int
-    first: Mismatch | None
+    first: dict[str, Any] | None
     worst_margin: float
     allowed_margin: float
 
@@ -124,66 +268,73 @@ def verify(
     """
     check_int("new_tokens", new_tokens, 1, error=ConfigError)
     case.check(ours.model.config, new_tokens)
-    dtype = coarser_dtype(np.dtype(ours.dtype), np.dtype(reference.dtype)).name
-    tolerance = tolerance or TOLERANCES[dtype]
     sides = [reference, ours, *([exact] if exact else [])]
     stages: list[dict[str, np.ndarray]] = []
-    decoded: list[DecodeOutput] = []
+    decoded: list[dict[str, np.ndarray]] = []
     with steps_bar("comparing", 2 * len(sides), show_progress) as advance:
         for side in sides:
             stages.append(side.activations(case))
             _check_shapes(stages[-1], stages[0])
             advance()
         for side in sides:
-            text_BN = decoded[0].token_BN if decoded else None
+            text_BN = decoded[0][LOGITS].argmax(axis=2) if decoded else None
             decoded.append(side.decode(case, new_tokens, text_BN))
             advance()
-    theirs, mine, *truth = stages
-    text, answer, *true_answer = decoded
+    return make_report(ours, reference, case, stages, decoded, tolerance, exact)
+
+
+def make_report(
+    ours: Backend,
+    reference: Any,
+    case: ParityCase,
+    stages: list[dict[str, np.ndarray]],
+    decoded: list[dict[str, np.ndarray]],
+    tolerance: Tolerance | None,
+    exact: Backend | None = None,
+) -> Report:
+    """Return the report of two backends, of which `reference` needs only a name and a dtype.
+
+    Args:
+        stages: Activations of the reference, of ours, and of `exact`, if any.
+        decoded: Their results of decoding (`activations.decoded_arrays`), or parts of them.
+    """
+    dtype = coarser_dtype(np.dtype(ours.dtype), np.dtype(reference.dtype)).name
+    tolerance = tolerance or TOLERANCES[dtype]
+    logits = [side[LOGITS] for side in decoded]
+    held_BP = np.logical_and.reduce([side["held"] for side in decoded if "held" in side])
+    caches = [{n: x for n, x in side.items() if n not in ("held", LOGITS)} for side in decoded]
     return Report(
         ours=ours.name,
         reference=reference.name,
         dtype=dtype,
         tolerance=tolerance,
-        stages=compare_activations(case, mine, theirs, tolerance, *truth),
-        decoding=tuple(_decode_differences(mine, tolerance, answer, text, *true_answer)),
-        greedy=compare_greedy(answer.logits_BNV, text.logits_BNV, tolerance),
+        stages=_compare(stages, case.real_BT[:, case.num_cached :], tolerance, case.num_cached),
+        decoding=(
+            *_compare(caches, held_BP, tolerance),
+            measure(LOGITS, logits[1], logits[0], tolerance, *logits[2:]),
+        ),
+        greedy=compare_greedy(logits[1], logits[0], tolerance),
         exact=exact.name if exact else None,
     )
 
 
-def example_case(texts: Sequence[int] | None, vocab_size: int, length: int) -> ParityCase:
-    """Return a case of two rows padded on the left: `length` tokens, and two thirds as many.
-
-    texts: token ids to use, one row after the other; if None or too short, ids are random, from a
-    fixed seed. Raises TokenError for a length below one.
-    """
-    length = check_int("the length", length, 1, error=TokenError)
-    lengths = (length, max(1, 2 * length // 3))
-    ids = list(texts or ())
-    if len(ids) < sum(lengths):
-        ids = np.random.default_rng(0).integers(0, vocab_size, sum(lengths)).tolist()
-    return pad_case([ids[:length], ids[length : sum(lengths)]])
-
-
-def compare_activations(
-    case: ParityCase,
-    ours: dict[str, np.ndarray],
-    theirs: dict[str, np.ndarray],
-    tolerance: Tolerance,
-    exact: dict[str, np.ndarray] | None = None,
+def _compare(
+    sides: list[dict[str, np.ndarray]], real_BT: np.ndarray, tolerance: Tolerance, start: int = 0
 ) -> tuple[Difference, ...]:
-    """Compare every activation, without padding. Raises ConfigError if names or shapes differ."""
-    real_BT = case.real_BT[:, case.num_cached :]
-    places = np.argwhere(case.real_BT)
+    """Compare every array of the second side with the first's where `real_BT`; a third is exact.
+
+    start: column of the case where the arrays begin. Raises ConfigError if names or shapes differ.
+    """
+    theirs, ours, *exact = sides
     _check_shapes(ours, theirs)
-
-    def one(name: str) -> Difference:
-        truth = None if exact is None else exact[name][real_BT]
-        found = measure(name, ours[name][real_BT], theirs[name][real_BT], tolerance, truth)
-        return _with_case_index(found, places)
-
-    return tuple(one(name) for name in theirs)
+    found = []
+    for name in theirs:
+        mine, other, *truth = (side[name][real_BT] for side in (ours, theirs, *exact))
+        difference = measure(name, mine, other, tolerance, *truth)
+        first, *rest = difference.worst
+        row, column = np.argwhere(real_BT)[first].tolist()
+        found.append(dataclasses.replace(difference, worst=(row, start + column, *rest)))
+    return tuple(found)
 
 
 def compare_greedy(
@@ -195,47 +346,23 @@ def compare_greedy(
     ordered = np.partition(theirs_BNV, -2, axis=2)
     margin_BN = ordered[:, :, -1] - ordered[:, :, -2]
     differ = np.argwhere((mine_BN != best_BN).T)  # by step, then by row
-    mismatches = [
-        Mismatch(int(b), int(n), int(best_BN[b, n]), int(mine_BN[b, n]), float(margin_BN[b, n]))
-        for n, b in differ
-    ]
+    first = None
+    if len(differ):
+        n, b = differ[0]
+        first = {
+            "row": int(b),
+            "step": int(n),
+            "reference": int(best_BN[b, n]),
+            "ours": int(mine_BN[b, n]),
+            "margin": float(margin_BN[b, n]),
+        }
     return GreedyComparison(
         compared=best_BN.size,
-        agreed=best_BN.size - len(mismatches),
-        first=mismatches[0] if mismatches else None,
-        worst_margin=max((m.margin for m in mismatches), default=0.0),
+        agreed=best_BN.size - len(differ),
+        first=first,
+        worst_margin=float(margin_BN[mine_BN != best_BN].max(initial=0.0)),
         allowed_margin=tolerance.margin(float(np.abs(theirs_BNV).max())),
     )
-
-
-def _decode_differences(
-    stages: dict[str, np.ndarray],
-    tolerance: Tolerance,
-    ours: DecodeOutput,
-    theirs: DecodeOutput,
-    exact: DecodeOutput | None = None,
-) -> Iterator[Difference]:
-    """Compare cache entries at every position that both hold, and the logits of each step."""
-    P = min(ours.held_BP.shape[1], theirs.held_BP.shape[1])
-    both_BP = ours.held_BP[:, :P] & theirs.held_BP[:, :P]
-    places = np.argwhere(both_BP)
-    layers = [name.removesuffix(".k") for name in stages if name.endswith(".k")]
-    for i, layer in enumerate(layers):
-        for part in ("k", "v"):
-            mine, other, *truth = (
-                getattr(side, part)[i][:, :P][both_BP] for side in (ours, theirs, exact) if side
-            )
-            found = measure(f"cache {layer}.{part}", mine, other, tolerance, *truth)
-            yield _with_case_index(found, places)
-    truth = [exact.logits_BNV] if exact else []
-    yield measure("decoded logits", ours.logits_BNV, theirs.logits_BNV, tolerance, *truth)
-
-
-def _with_case_index(difference: Difference, places: np.ndarray) -> Difference:
-    """Replace the first index of `worst` by the row and column that it has in `places`."""
-    first, *rest = difference.worst
-    where = tuple(int(i) for i in places[first])
-    return dataclasses.replace(difference, worst=(*where, *rest))
 
 
 def _check_shapes(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
@@ -250,3 +377,105 @@ def _check_shapes(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) ->
             raise ConfigError(
                 f"the two models differ in shape: {name} is {ours[name].shape} and {x.shape}"
             )
+
+
+def to_text(report: Report) -> str:
+    """Return a legend, a line per activation, and the verdict; up to 100 columns if names are
+    short.
+    """
+    width = max(len(d.name) for d in report.differences)
+    drift = report.drift is not None
+    head = f"{'stage':{width}}" + "".join(f"{name:>9}" for name in _FIGURES)
+    head += f"{'equal':>9}{'1 ulp':>9}"
+    lines = [_LEGEND, head + ("   drift" if drift else "")]
+    lines += [_line(d, width) for d in report.differences]
+    return "\n".join([*lines, "", *_verdict(report)]) + "\n"
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON-able values; NaN and infinity become null."""
+    first = report.first
+    data = {
+        **dataclasses.asdict(report),
+        "holds": report.holds,
+        "first_diverging": first.name if first else None,
+        "drift": report.drift,
+        "ulp_buckets": ("0", "1", *(f"{least}+" for least in ULP_BUCKETS[2:])),
+        "greedy": {**dataclasses.asdict(report.greedy), "holds": report.greedy.holds},
+    }
+    for name, group in (("stages", report.stages), ("decoding", report.decoding)):
+        data[name] = [{**dataclasses.asdict(d), "holds": d.holds} for d in group]
+    plain: dict[str, Any] = finite_json(data)
+    return plain
+
+
+def to_png(report: Report, path: Path) -> None:
+    """Write a PNG plot of the relative error of every activation, in order.
+
+    Raises ConfigError if matplotlib is not installed, CheckpointError if the file cannot be
+    written. An existing file is replaced atomically.
+    """
+    check_plot()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(8.0, len(report.stages) / 8), 4.5), layout="constrained")
+    axes = figure.subplots()
+    x = range(len(report.stages))
+    for label, values in (
+        ("largest error / largest value", [d.relative_max for d in report.stages]),
+        ("RMS error / RMS", [d.relative_rms for d in report.stages]),
+    ):
+        axes.plot(x, [v if v > 0 else math.nan for v in values], ".-", lw=0.8, label=label)
+    if broken := [i for i, d in enumerate(report.stages) if not d.holds]:
+        values = [report.stages[i].relative_max for i in broken]
+        axes.plot(broken, values, "rx", label=f"diverges, first {report.stages[broken[0]].name}")
+    # Label each layer at its output, its last activation.
+    ends = [i for i, d in enumerate(report.stages) if d.name.rpartition(".")[2].isdigit()]
+    axes.set_xticks(ends, [report.stages[i].name for i in ends], rotation=90, fontsize=7)
+    if any(d.relative_max > 0 for d in report.stages):  # a log scale needs a value above 0
+        axes.set_yscale("log")
+    axes.grid(axis="x", lw=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(f"{report.ours} against {report.reference}", fontsize=9)
+    save_figure(figure, path, dpi=120)
+
+
+def _line(d: Difference, width: int) -> str:
+    angle = max(1 - d.cosine, 0.0) if d.cosine == d.cosine else d.cosine
+    figures = (d.max_error, d.relative_max, d.rms_error, d.relative_rms, angle)
+    text = f"{d.name:{width}}" + "".join(f"{x:9.1e}" for x in figures)
+    text += "".join(f"{_percent(sum(d.ulps[:n]), d.count):>9}" for n in (1, _CLOSE_BUCKETS))
+    text += "" if d.drift is None else f"{d.drift:8.2f}"
+    if d.beyond:
+        text += f"  {'rounding' if d.holds else '<-'}: {d.beyond:,} of {d.count:,} beyond"
+    return text
+
+
+def _percent(n: int, count: int) -> str:
+    return f"{100 * n / count:.1f}%"
+
+
+def _verdict(report: Report) -> list[str]:
+    t, greedy, first = report.tolerance, report.greedy, report.first
+    lines = [
+        f"{report.ours} against {report.reference}, {report.dtype}",
+        f"tolerance: |error| <= {t.atol:g} x max(1, max |reference|) + {t.rtol:g} x |reference|",
+        f"greedy: {greedy.agreed} of {greedy.compared} tokens agree"
+        f" (margins up to {greedy.allowed_margin:.1e} are ties)",
+    ]
+    if m := greedy.first:
+        lines.append(
+            f"  first mismatch at row {m['row']}, step {m['step']}: {m['ours']}, not"
+            f" {m['reference']} (margin {m['margin']:.1e});"
+            f" the largest margin of a mismatch is {greedy.worst_margin:.1e}"
+        )
+    if report.drift is not None:
+        lines.append(
+            f"drift: our logits' distance to {report.exact} is {report.drift:.2f} times the"
+            f" reference's (at most {MAX_DRIFT})"
+        )
+    if any(d.beyond and d.holds for d in report.differences):
+        lines.append(f"rounding: out of tolerance, but the drift is at most {MAX_DRIFT}")
+    if first:
+        lines.append(f"first to diverge: {first.name}, worst at {list(first.worst)}")
+    return [*lines, "holds" if report.holds else "DOES NOT HOLD"]

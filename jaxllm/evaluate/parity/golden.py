@@ -13,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,9 +21,8 @@ import numpy as np
 
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, TokenError
-from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase, pad_case
-from jaxllm.evaluate.parity.compare import Report, compare_activations, compare_greedy
-from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, coarser_dtype, measure
+from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase, pad_case
+from jaxllm.evaluate.parity.compare import Report, Tolerance, make_report
 from jaxllm.files import (
     atomic_directory,
     check_vacant,
@@ -39,21 +39,11 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import digest, open_tensors, write_tensors
 
 JSON, TENSORS = "vectors.json", "vectors.safetensors"
-GENERATED_NAME, LOGITS_NAME = "generated", "generated_logits"
+GENERATED, GENERATED_LOGITS = "generated", "generated_logits"
 
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Position = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 _Text = Annotated[list[_Id], msgspec.Meta(min_length=2)]
-
-
-class _Case(msgspec.Struct, forbid_unknown_fields=True):
-    """A case in vectors.json: indices of texts, and their padded tokens and positions `[B, T]`."""
-
-    texts: list[_Id]
-    tokens: list[list[_Id]]
-    positions: list[list[_Position]]
-    cached: _Id
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,26 +58,18 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     weights: str
     stages: list[str]
     contents: str
-    texts: Annotated[list[_Text], msgspec.Meta(min_length=1)]
-    cases: dict[str, _Case]
+    texts: Annotated[
+        list[Annotated[list[_Id], msgspec.Meta(min_length=2)]], msgspec.Meta(min_length=1)
+    ]
+    cases: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """The content of a directory.
+    """The content of a directory: the header, and the tensors by name."""
 
-    identity: config, precision and fingerprint of the model. cases: name to the case and the
-    indices of its texts.
-    """
-
-    made_by: str
-    dtype: str
-    identity: Mapping[str, Any]
-    texts: list[list[int]]
-    cases: Mapping[str, tuple[ParityCase, list[int]]]
-    activations: Mapping[str, np.ndarray]
-    generated_BN: np.ndarray
-    logits_BNV: np.ndarray
+    header: _Header
+    tensors: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +104,17 @@ def make(
         raise TokenError(
             "test vectors need texts of at least two tokens, and at least one new token"
         )
-    cases = _cases(texts)
-    cases["left"][0].check(ours.model.config, new_tokens)
+    case, _ = _cases(texts)["left"]  # without padding its rows are the texts, one after the other
+    case.check(ours.model.config, new_tokens)
     check_vacant(directory, JSON, "vectors")
     source = source or ours
-    case, _ = cases["left"]  # without padding its rows are the texts, one after the other
     with steps_bar("making vectors", 2) as advance:
         tensors = {name: x[case.real_BT] for name, x in source.activations(case).items()}
         advance()
         decoded = source.decode(case, new_tokens)
         advance()
-    tensors[GENERATED_NAME] = decoded.token_BN.astype(np.int32)
-    tensors[LOGITS_NAME] = decoded.logits_BNV
+    tensors[GENERATED] = decoded[LOGITS].argmax(axis=2).astype(np.int32)
+    tensors[GENERATED_LOGITS] = decoded[LOGITS]
     header = {
         **VECTORS.mark,
         "made_by": source.name,
@@ -142,15 +123,7 @@ def make(
         "stages": list(tensors)[:-2],
         "contents": digest(tensors),
         "texts": [list(map(int, text)) for text in texts],
-        "cases": {
-            name: {
-                "texts": rows,
-                "tokens": case.token_BT.tolist(),
-                "positions": case.position_BT.tolist(),
-                "cached": case.num_cached,
-            }
-            for name, (case, rows) in cases.items()
-        },
+        "cases": _case_records(texts),
     }
     lazy = {name: LazyTensor.from_array(np.ascontiguousarray(x)) for name, x in tensors.items()}
     with atomic_directory(directory, JSON) as folder:
@@ -175,40 +148,10 @@ def read(directory: Path) -> Vectors:
     tensors = {name: x.read() for name, x in lazy.items()}
     if digest(tensors) != header.contents:
         raise CheckpointError(f"{directory / TENSORS} is damaged: its digest does not match {JSON}")
+    if header.cases != _case_records(header.texts):
+        raise CheckpointError(f"{where} is invalid: its cases do not match its texts")
     _check_shapes(header, tensors, where)
-    cases = {
-        name: _read_case(name, said, header.texts, where) for name, said in header.cases.items()
-    }
-    return Vectors(
-        made_by=header.made_by,
-        dtype=header.dtype,
-        identity={name: getattr(header, name) for name in ("config", "precision", "weights")},
-        texts=header.texts,
-        cases=cases,
-        activations={name: tensors[name] for name in header.stages},
-        generated_BN=tensors[GENERATED_NAME],
-        logits_BNV=tensors[LOGITS_NAME],
-    )
-
-
-def _read_case(
-    name: str, record: _Case, texts: list[list[int]], where: str
-) -> tuple[ParityCase, list[int]]:
-    """Return a case and its rows, after checking that without padding they are its texts."""
-    shapes = {len(row) for row in (*record.tokens, *record.positions)}
-    width = shapes.pop() if len(shapes) == 1 else 0
-    sound = (
-        len(record.tokens) == len(record.positions) == len(record.texts) > 0
-        and 0 <= record.cached < width
-        and max(record.texts) < len(texts)
-    )
-    if sound:
-        case = ParityCase(
-            np.array(record.tokens, np.int32), np.array(record.positions, np.int32), record.cached
-        )
-        if _matches_texts(case, [texts[row] for row in record.texts]):
-            return case, record.texts
-    raise CheckpointError(f"{where} is invalid: case {name!r} does not match its texts")
+    return Vectors(header, tensors)
 
 
 def _check_shapes(header: _Header, tensors: Mapping[str, np.ndarray], where: str) -> None:
@@ -219,18 +162,16 @@ def _check_shapes(header: _Header, tensors: Mapping[str, np.ndarray], where: str
         for name in header.stages
         if name not in tensors or tensors[name].shape[:1] != (count,)
     ]
-    generated, logits = tensors.get(GENERATED_NAME), tensors.get(LOGITS_NAME)
+    absent = np.zeros(0)
+    tokens, logits = (tensors.get(name, absent) for name in (GENERATED, GENERATED_LOGITS))
     if (
-        generated is None
-        or logits is None
-        or (generated.ndim, logits.ndim, generated.dtype) != (2, 3, np.int32)
-        or generated.shape != logits.shape[:2]
-        or generated.shape[0] != len(header.texts)
-        or not generated.size
+        (tokens.ndim, logits.ndim, tokens.dtype) != (2, 3, np.int32)
+        or tokens.shape != logits.shape[:2]
+        or len(tokens) != len(header.texts)
         or not logits.size
     ):
         complaints.append(
-            f"{GENERATED_NAME} and {LOGITS_NAME} do not match {len(header.texts)} texts"
+            f"{GENERATED} and {GENERATED_LOGITS} do not match {len(header.texts)} texts"
         )
     if complaints:
         raise CheckpointError(f"{where}: {'; '.join(complaints[:5])}")
@@ -242,42 +183,23 @@ def check(vectors: Vectors, ours: JaxBackend, *, tolerance: Tolerance | None = N
     tolerance: by default that of the coarser of the two dtypes. Raises ConfigError if the model's
     shapes differ, TokenError for ids outside its vocabulary.
     """
-    identity = _identity(ours)
-    expected = {name: _drop_defaults(value) for name, value in vectors.identity.items()}
-    differs = tuple(name for name, value in expected.items() if identity[name] != value)
-    with steps_bar("checking", len(vectors.cases)) as advance:
-        reports = {}
-        for name, (case, rows) in vectors.cases.items():
-            reports[name] = _check_case(vectors, case, rows, ours, tolerance)
+    header, tensors, identity = vectors.header, vectors.tensors, _identity(ours)
+    differs = tuple(n for n, ours in identity.items() if _drop_defaults(getattr(header, n)) != ours)
+    starts, reports = np.cumsum([0, *map(len, header.texts)]), {}
+    source = SimpleNamespace(name=f"vectors by {header.made_by}", dtype=header.dtype)
+    cases = _cases(header.texts)
+    with steps_bar("checking", len(cases)) as advance:
+        for name, (case, rows) in cases.items():
+            text_BN = tensors[GENERATED][rows]
+            case.check(ours.model.config, text_BN.shape[1])
+            row_BT = np.maximum(case.position_BT + starts[rows][:, None], 0)[:, case.num_cached :]
+            theirs = {stage: tensors[stage][row_BT] for stage in header.stages}
+            found = ours.activations(case)
+            logits = ours.decode(case, text_BN.shape[1], text_BN)[LOGITS]
+            decoded = [{LOGITS: tensors[GENERATED_LOGITS][rows]}, {LOGITS: logits}]
+            reports[name] = make_report(ours, source, case, [theirs, found], decoded, tolerance)
             advance()
     return CheckResult(differs, reports)
-
-
-def _check_case(
-    vectors: Vectors,
-    case: ParityCase,
-    rows: list[int],
-    ours: JaxBackend,
-    tolerance: Tolerance | None,
-) -> Report:
-    text_BN, logits_BNV = vectors.generated_BN[rows], vectors.logits_BNV[rows]
-    case.check(ours.model.config, text_BN.shape[1])
-    found = ours.activations(case)
-    start = np.cumsum([0, *map(len, vectors.texts)])[rows]
-    token_BT = np.maximum(case.position_BT + start[:, None], 0)[:, case.num_cached :]
-    theirs = {name: x[token_BT] for name, x in vectors.activations.items()}
-    answer = ours.decode(case, text_BN.shape[1], text_BN)
-    dtype = coarser_dtype(np.dtype(ours.dtype), np.dtype(vectors.dtype)).name
-    tolerance = tolerance or TOLERANCES[dtype]
-    return Report(
-        ours=ours.name,
-        reference=f"vectors by {vectors.made_by}",
-        dtype=dtype,
-        tolerance=tolerance,
-        stages=compare_activations(case, found, theirs, tolerance),
-        decoding=(measure("decoded logits", answer.logits_BNV, logits_BNV, tolerance),),
-        greedy=compare_greedy(answer.logits_BNV, logits_BNV, tolerance),
-    )
 
 
 def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[ParityCase, list[int]]]:
@@ -287,10 +209,23 @@ def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[ParityCase, list[i
     # The cut leaves the shortest text exactly one token before it.
     cached = left.token_BT.shape[1] - min(map(len, texts)) + 1
     return {
-        **{f"text {row}": (pad_case([texts[row]]), [row]) for row in rows[:1]},
+        "text 0": (pad_case(texts[:1]), rows[:1]),
         "left": (left, rows),
         "right": (pad_case(texts, "right"), rows),
         "cached": (dataclasses.replace(left, num_cached=cached), rows),
+    }
+
+
+def _case_records(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the cases as vectors.json has them, for readers without this library."""
+    return {
+        name: {
+            "texts": rows,
+            "tokens": case.token_BT.tolist(),
+            "positions": case.position_BT.tolist(),
+            "cached": case.num_cached,
+        }
+        for name, (case, rows) in _cases(texts).items()
     }
 
 
@@ -311,13 +246,3 @@ def _drop_defaults(options: Any) -> Any:
         return options
     values = {name: _drop_defaults(value) for name, value in options.items()}
     return {name: value for name, value in values.items() if value not in (None, False, (), [])}
-
-
-def _matches_texts(case: ParityCase, texts: list[list[int]]) -> bool:
-    """Return whether the case's rows are these texts, wherever the padding is."""
-    rows = zip(case.token_BT, case.position_BT, texts, strict=True)
-    return all(
-        position[position >= 0].tolist() == list(range(len(text)))
-        and token[position >= 0].tolist() == text
-        for token, position, text in rows
-    )

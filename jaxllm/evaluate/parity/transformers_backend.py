@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity.activations import activation_names
-from jaxllm.evaluate.parity.backends import DecodeOutput, ParityCase, filled_positions, to_positions
+from jaxllm.evaluate.parity.activations import ParityCase, activation_names, decoded_arrays
 from jaxllm.models import FAMILIES, get_family
 from jaxllm.runtime.validation import check_dtype
 
@@ -70,7 +69,7 @@ class TransformersBackend:
 
     def decode(
         self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
-    ) -> DecodeOutput:
+    ) -> dict[str, np.ndarray]:
         """Run each piece, then one pass for each new token after the first."""
         cache = self._cache()
         position_BS = case.position_BT[:, :0]
@@ -87,15 +86,13 @@ class TransformersBackend:
             position_BS = np.concatenate([position_BS, position_B1], axis=1)
             logits = self._run(before_B[:, None], position_B1, position_BS, cache)
             found.append(_numpy(logits)[:, 0])
-        logits_BNV = np.stack(found, axis=1)
-        k, v = [], []
-        for layer in cache.layers:  # a sliding window keeps only the last slots
-            kept_BS = position_BS[:, -layer.keys.shape[2] :]
-            k.append(to_positions(_heads_last(layer.keys), kept_BS))
-            v.append(to_positions(_heads_last(layer.values), kept_BS))
-        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # held by all layers
-        held_BP = filled_positions(position_BS[:, -fewest:])
-        return DecodeOutput(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
+        layers = get_family(self._family).layers
+        return decoded_arrays(
+            [f"{layers}.{layer}" for layer in range(len(cache.layers))],
+            found,
+            [(_heads_last(layer.keys), _heads_last(layer.values)) for layer in cache.layers],
+            position_BS,
+        )
 
     @property
     def _family(self) -> str:

@@ -454,7 +454,7 @@ def test_missing_pre_tokenizer_is_refused_outside_gpt2(tmp_path: Path) -> None:
 
 
 def test_pre_tokenizer_regexes_are_supported() -> None:
-    from jaxllm.text.regex_safety import check_regex
+    from jaxllm.text.tokenizer_limits import check_regex
 
     for name, pre in PRE_TOKENIZERS.items():
         for expression in pre.regexes:
