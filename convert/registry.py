@@ -24,8 +24,7 @@ from jaxllm.files import read_text
 from jaxllm.files.versions import CHECKPOINT
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.embedding_settings import EmbeddingSettings, read_embedding_settings
-from jaxllm.text.formats import read_special_tokens, tokenizer_files
-from jaxllm.text.save_tokenizer import write_tokenizer
+from jaxllm.text.formats import read_special_tokens, tokenizer_files, write_tokenizer
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 
 

@@ -134,8 +134,8 @@ def test_option_values_in_pages_exist() -> None:
     """Each value that a page gives to an option with choices is one of them."""
     from jaxllm.cli.eval_data import BOS
     from jaxllm.convert.gguf.tensor_types import KINDS
+    from jaxllm.evaluate.likelihood.data import PROTOCOLS
     from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
-    from jaxllm.evaluate.likelihood.windows import PROTOCOLS
     from jaxllm.evaluate.needle.grid import POLICIES
     from jaxllm.generation.loops.overflow import OVERFLOWS
 

@@ -19,8 +19,7 @@ import torch
 import transformers
 
 from jaxllm.errors import CapacityError, ConfigError, SamplingError, TokenError
-from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
-from jaxllm.evaluate.lm_eval import JaxLM, register
+from jaxllm.evaluate.lm_eval import JaxLM, continuation_likelihoods, document_logprobs, register
 from tests.conftest import ROOT
 from tests.tiny_models import save_random
 

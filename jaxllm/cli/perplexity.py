@@ -25,8 +25,7 @@ from jaxllm.runtime import multihost
 if TYPE_CHECKING:
     from jaxllm.cli.eval_data import Corpus
     from jaxllm.evaluate.likelihood.divergence import Divergence
-    from jaxllm.evaluate.likelihood.loss_by_position import Bucket
-    from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
+    from jaxllm.evaluate.likelihood.perplexity import Bucket, Estimate, Perplexity
     from jaxllm.lm import LM
 
 EXAMPLE = """
@@ -88,7 +87,7 @@ def perplexity(
         raise ConfigError("--journal cannot be combined with --distributed: leave one out")
     corpus = eval_text.read(separate)
     with spinner("starting"):
-        from jaxllm.evaluate.likelihood.windows import PROTOCOLS
+        from jaxllm.evaluate.likelihood.data import PROTOCOLS
         from jaxllm.weights.precision import freeze_rules
 
     check_choice("--protocol", protocol, PROTOCOLS)
@@ -97,13 +96,15 @@ def perplexity(
         freeze_rules(other_quantize)
     lm = loading.load(model, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
-    from jaxllm.evaluate.likelihood.loss_by_position import (
+    from jaxllm.evaluate.likelihood.perplexity import (
+        Perplexity,
         bucket_edges,
         bucket_losses,
+        measures_to_json,
         plot,
+        token_logprobs,
         token_positions,
     )
-    from jaxllm.evaluate.likelihood.perplexity import Perplexity, measures_to_json, token_logprobs
 
     loader, facts = eval_text.make_loader(lm, corpus, protocol=protocol, bos=bos, limit=limit)
     dtype, quantize = loading.dtype, loading.quantize

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,15 @@ from jaxllm.compress.pipeline import StepResult, initial_state
 from jaxllm.compress.recipe import ModelState
 from jaxllm.evaluate import bench
 from jaxllm.evaluate.likelihood.data import Loader
-from jaxllm.evaluate.likelihood.divergence import (
-    Divergence,
-    check_pair,
-    concatenate,
-    select_scored,
-    token_differences,
-)
-from jaxllm.evaluate.likelihood.score import check_loader, logits
+from jaxllm.evaluate.likelihood.divergence import check_pair, logits_divergence, run_logits
+from jaxllm.evaluate.likelihood.score import check_loader
 from jaxllm.files import finite_json, read_json
 from jaxllm.lm import LM
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.formats import as_weight
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params, flatten
 
 ORIGINAL = "original"
 DECODED_TOKENS = 16  # tokens per timed decoding
@@ -109,15 +104,14 @@ class StepEvaluator:
         for model in (ours.model, theirs):
             check_loader(model, loader)
 
-        parts = []
-        with steps_bar("measuring", len(loader), self.show_progress) as done:
+        def run(model: Model, params: Params) -> Iterator[jax.Array]:
             for batch in loader.batches():
-                arrays = batch.token_BT, batch.position_BT
-                p_BTV = _logits(ours.model, ours.params, *arrays)
-                q_BTV = _logits(theirs, state.params, *arrays)
-                parts.append(select_scored(_differences(p_BTV, q_BTV, batch.token_BT), batch))
+                yield run_logits(model, params, batch.token_BT, batch.position_BT)
                 done()
-        found = Divergence.from_differences(concatenate(parts))
+
+        with steps_bar("measuring", 2 * len(loader), self.show_progress) as done:
+            models = run(ours.model, ours.params), run(theirs, state.params)
+            found = logits_divergence(ours.model, loader.batches(), *models)
         perplexity = found.other.perplexity
         return {
             "perplexity": perplexity.mean,
@@ -129,11 +123,6 @@ class StepEvaluator:
             "ratio": found.perplexity_ratio.mean,
             "ratio_error": found.perplexity_ratio.error,
         }
-
-
-# Jitted here so that the original's program is compiled once for all comparisons.
-_logits = jax.jit(logits, static_argnums=0)
-_differences = jax.jit(token_differences)
 
 
 def tokens_per_second(lm: LM, state: ModelState) -> float:

@@ -27,7 +27,7 @@ from jaxllm.grammar.grammar import Matcher
 from jaxllm.models.inputs import CheckedPrompts
 from jaxllm.ops.padding import pad_rows
 from jaxllm.steps import EditMap
-from jaxllm.text.stream_decoder import StreamDecoder
+from jaxllm.text.detokenizer import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params

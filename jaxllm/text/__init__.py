@@ -1,11 +1,10 @@
 """Text in and out of a model: tokenizers, incremental detokenization, chat templates.
 
-tokenizer: text to ids and back, for any kind of file; stream_decoder: the streamed text of a
-continuation; detokenizer: its pieces; stop: stop strings. formats: Hugging Face's files;
-sentencepiece_model: SentencePiece models; byte_level: vocab.json and merges.txt; save_tokenizer:
-writes any of them in Hugging Face's format. chat: chat templates; sandbox, template_ast,
-template_limits: their sandbox and limits. tokenizer_limits: limits on a tokenizer's
-files.
+tokenizer: text to ids and back, for any kind of file; encoder: by the pieces of a text;
+detokenizer: streamed text and stop strings. formats: Hugging Face's files; sentencepiece_model:
+SentencePiece models; byte_level: vocab.json and merges.txt; tokenizer_limits: limits on them;
+embedding_settings: sentence-transformers' files. chat: chat templates; sandbox, template_limits:
+their sandbox and limits.
 """
 
 from jaxllm.text.chat import ChatTemplate

@@ -15,19 +15,22 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import LoopControlExtension
+from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import do_indent, do_round, make_attrgetter
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from jaxllm.errors import TemplateError
-from jaxllm.text.template_ast import CHARGE, CHARGE_ITEMS, CONCATENATE, GenerationTag, MeterInserter
 from jaxllm.text.template_limits import MAX_WIDTH, Budget
 
 # Compiling cannot be interrupted; this size takes a second. Real templates have up to 30,000.
 MAX_SOURCE = 1 << 16
 
+# The space makes these names impossible to write in a template.
+CHARGE, CHARGE_ITEMS, CONCATENATE = " weigh", " pace", " concatenate"
 # fmt: off
 _FILTERS = (
     "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items",
@@ -257,3 +260,49 @@ def _format_date(format: str) -> str:
     if re.search(r"\d{4}", format):
         raise TemplateError("it formats a date with a width above 999")
     return datetime.now().strftime(format)
+
+
+class MeterInserter(NodeTransformer):
+    """Wraps loops, outputs and every expression that builds a value in budget filters."""
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _wrap_in_filter(node.iter, CHARGE_ITEMS)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _wrap_in_filter(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._charge_value(node) if node.ctx == "load" else self.generic_visit(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        return (
+            self._charge_value(node)
+            if isinstance(node.arg, nodes.Slice)
+            else self.generic_visit(node)
+        )
+
+    def _charge_value(self, node: Any) -> nodes.Node:
+        return _wrap_in_filter(self.generic_visit(node), CHARGE)
+
+    visit_List = visit_Dict = visit_Compare = visit_Test = visit_Filter = _charge_value
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`: marks the model's answers for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _wrap_in_filter(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxllm.evaluate.needle.stories import FRIENDS, KINDS, MEETING, MEETING_QUESTION, filler
+from jaxllm.evaluate.needle.haystack import FRIENDS, KINDS, MEETING, MEETING_QUESTION, random_filler
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 from scripts.demo_models.demo_data import BOS_ID
 
@@ -56,7 +56,7 @@ def draw_parts(rng: Random, width: int) -> Iterator[Part]:
         ]
     slot = 0
     while True:
-        yield from sentences.get(slot) or [(" " + filler(rng), False)]
+        yield from sentences.get(slot) or [(" " + random_filler(rng), False)]
         slot += 1
 
 

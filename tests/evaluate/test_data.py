@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
-from jaxllm.evaluate.likelihood.data import Loader, loader, read_documents
-from jaxllm.evaluate.likelihood.windows import (
+from jaxllm.evaluate.likelihood.data import (
     PROTOCOLS,
+    Loader,
     Span,
+    loader,
+    read_documents,
     rolling_spans,
     second_half_spans,
     strided_spans,

@@ -10,7 +10,7 @@ import torch
 
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import loader
-from jaxllm.evaluate.likelihood.loss_by_position import bucket_edges, bucket_losses, token_positions
+from jaxllm.evaluate.likelihood.perplexity import bucket_edges, bucket_losses, token_positions
 from jaxllm.text.tokenizer import Tokenizer
 from tests.conftest import Run
 from tests.tiny_models import load_twin

@@ -23,7 +23,7 @@ from jaxllm.convert.gguf.writer import write_gguf
 from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
-from jaxllm.evaluate.likelihood.run import Columns, run_batches
+from jaxllm.evaluate.likelihood.score import Columns, run_batches
 from jaxllm.evaluate.parity.activations import JaxBackend
 from jaxllm.evaluate.parity.golden import make, read
 from jaxllm.export import runtime

@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import SamplingError
-from jaxllm.text.stop import StopStrings
-from jaxllm.text.stream_decoder import StreamDecoder
+from jaxllm.text.detokenizer import StopStrings, StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
 
 letters = st.text("ab", min_size=1, max_size=4)

@@ -1,12 +1,14 @@
-"""Loader of documents and token streams in batches.
+"""Loader of documents and token streams in batches, and the protocols that split them into spans.
 
-A loader is a value without a cursor: each call of `batches` yields the same batches.
+A loader is a value without a cursor: each call of `batches` yields the same batches. A protocol
+chooses which tokens are scored. A token's log-probability is conditioned on the tokens on its left
+in its span, so the first token of a span is never scored.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,11 +17,23 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
 from jaxllm.files import read_json_lines
 from jaxllm.ops.padding import next_power_of_two, pad_rows
 from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import as_token_array
+
+
+class Span(NamedTuple):
+    """Tokens `start:end` of document `document`, run as one row; those from `score_start` on are
+    scored.
+
+    `start < scored < end`, all indices into the document.
+    """
+
+    document: int
+    start: int
+    end: int
+    score_start: int
 
 
 class Batch(NamedTuple):
@@ -47,8 +61,8 @@ class Batch(NamedTuple):
 class Loader:
     """Spans of documents in batches of `[batch, width]` tokens.
 
-    documents: token ids, int32 each; a continuous stream is one document. spans: the rows; see
-    `windows`. bos: if given, replaces the first token of every span. by_length: take the longest
+    documents: token ids, int32 each; a continuous stream is one document. spans: the rows.
+    bos: if given, replaces the first token of every span. by_length: take the longest
     spans first, and pad a batch only to its longest row, rounded up to a power of two plus one (at
     most `width`), instead of to `width`: less padding, but a few more programs to compile.
     """
@@ -140,7 +154,7 @@ def loader(
         documents: Token ids; a continuous stream is one document.
         window: Tokens per row.
         stride: Distance of windows in tokens; by default the window.
-        protocol: A name in `windows.PROTOCOLS`.
+        protocol: A name in `PROTOCOLS`.
         batch: Rows per batch; reduced to the number of rows.
         limit: Use only the first `limit` windows.
         options: Other fields of `Loader`.
@@ -195,3 +209,64 @@ def read_documents(path: Path) -> list[str] | list[list[int]]:
             f'{path} is invalid: expected documents, all with "text" or all with "tokens"'
         )
     return documents
+
+
+def strided_spans(length: int, window: int, stride: int, document: int = 0) -> list[Span]:
+    """Return windows of `window` tokens, `stride` apart; each token is scored in its first window.
+
+    As in Hugging Face's guide "Perplexity of fixed-length models". With `stride == window` the
+    windows do not overlap, and the first token of each is not scored. Raises ConfigError unless
+    `2 <= window` and `1 <= stride <= window`.
+    """
+    _check_window(window)
+    if not 1 <= stride <= window:
+        raise ConfigError(f"stride must be from 1 to the window of {window}: got {stride}")
+    spans, seen = [], 0
+    for start in range(0, length, stride):
+        end = min(start + window, length)
+        scored = max(seen, start + 1)
+        if scored < end:
+            spans.append(Span(document, start, end, scored))
+        seen = end
+        if end == length:
+            break
+    return spans
+
+
+def second_half_spans(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+    """Return consecutive full windows, of which the second half is scored; ignores `stride`.
+
+    As llama.cpp's `llama-perplexity`: in a window of T tokens, those from T // 2 + 1 on are scored,
+    and the remainder at the end of the text is dropped.
+    """
+    _check_window(window)
+    starts = range(0, length - window + 1, window)
+    return [Span(document, s, s + window, s + window // 2 + 1) for s in starts if window > 2]
+
+
+def rolling_spans(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+    """Return windows that share one token, so every token but the first is scored once.
+
+    As lm-evaluation-harness's `loglikelihood_rolling`, for a document that begins with its prefix
+    token: the last span reaches back to be a full window. Ignores `stride`.
+    """
+    _check_window(window)
+    spans, seen = [], 1
+    while seen < length:
+        end = min(seen + window - 1, length)
+        spans.append(Span(document, max(0, end - window), end, seen))
+        seen = end
+    return spans
+
+
+# Each takes (length, window, stride, document).
+PROTOCOLS: Mapping[str, Callable[[int, int, int, int], list[Span]]] = {
+    "strided": strided_spans,
+    "second-half": second_half_spans,
+    "rolling": rolling_spans,
+}
+
+
+def _check_window(window: int) -> None:
+    if window < 2:
+        raise ConfigError(f"window must have at least 2 tokens, one to predict from: got {window}")

@@ -5,6 +5,7 @@ P is the reference, Q the other model. The measures are those of llama-perplexit
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,14 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
-from jaxllm.evaluate.likelihood.run import Columns, run_batches
-from jaxllm.evaluate.likelihood.score import check_finite, check_loader, logits, pad_first_column
+from jaxllm.evaluate.likelihood.score import (
+    Columns,
+    check_finite,
+    check_loader,
+    logits,
+    pad_first_column,
+    run_batches,
+)
 from jaxllm.models.inputs import check_model
 from jaxllm.ops.token_logprobs import map_rows, pick_token
 from jaxllm.runtime.multihost import to_host
@@ -136,9 +143,18 @@ def select_scored(differences: Differences, batch: Batch) -> Differences:
     return scored
 
 
-def concatenate(parts: list[Differences]) -> Differences:
-    """Concatenate."""
-    return Differences(*map(np.concatenate, zip(*parts, strict=True)))
+def logits_divergence(
+    model: Model,
+    batches: Iterable[Batch],
+    references: Iterable[jax.Array],
+    others: Iterable[jax.Array],
+) -> Divergence:
+    """Summarize two models' logits (`run_logits`), one array of each for every batch."""
+    parts = []
+    for batch, p_BTV, q_BTV in zip(batches, references, others, strict=True):
+        shards = model.num_data_shards(len(batch.token_BT))
+        parts.append(select_scored(_differences(p_BTV, q_BTV, batch.token_BT, shards), batch))
+    return Divergence.from_differences(Differences(*map(np.concatenate, zip(*parts, strict=True))))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -175,6 +191,11 @@ def token_differences(
 
     each = map_rows(compare_rows, (p_BTV, q_BTV, token_BT[:, 1:]), data_shards)
     return Differences(*map(pad_first_column, each))
+
+
+# Jitted here, so that a reference's program is compiled once for all comparisons.
+run_logits = jax.jit(logits, static_argnums=0)
+_differences = jax.jit(token_differences, static_argnums=3)
 
 
 def kl_divergence(p_XV: jax.Array, q_XV: jax.Array) -> jax.Array:

@@ -15,14 +15,8 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Loader
-from jaxllm.evaluate.likelihood.divergence import (
-    Differences,
-    Divergence,
-    concatenate,
-    select_scored,
-    token_differences,
-)
-from jaxllm.evaluate.likelihood.score import check_loader, logits
+from jaxllm.evaluate.likelihood.divergence import Divergence, logits_divergence, run_logits
+from jaxllm.evaluate.likelihood.score import check_loader
 from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
@@ -112,7 +106,7 @@ def measure_sensitivity(
         """Yield the logits of each batch, given unsharded parameters."""
         sharded = model.shard(params)
         for batch in batches:
-            yield _logits(model, sharded, batch.token_BT, batch.position_BT)
+            yield run_logits(model, sharded, batch.token_BT, batch.position_BT)
 
     batches = list(loader.batches())
     results = []
@@ -121,16 +115,8 @@ def measure_sensitivity(
         done()
         for name, regex in names.items():
             variant, before, after = _quantize_group(params, wide, regex, format)
-            parts: list[Differences] = []
-            for batch, p_BTV, q_BTV in zip(batches, references, run_batches(variant), strict=True):
-                rows = model.num_data_shards(len(batch.token_BT))
-                each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
-                parts.append(select_scored(each, batch))
-            results.append(
-                Sensitivity(
-                    name, regex, Divergence.from_differences(concatenate(parts)), before, after
-                )
-            )
+            found = logits_divergence(model, batches, references, run_batches(variant))
+            results.append(Sensitivity(name, regex, found, before, after))
             done()
     return sorted(results, key=lambda s: -s.divergence.kl.mean)
 
@@ -166,10 +152,3 @@ def _quantize_group(
     variant = map_leaves(lambda p, leaf: _to_float32(quantized[p]) if p in changed else leaf, wide)
     before, after = (sum(int(leaves[p].nbytes) for p in changed) for leaves in (old, quantized))
     return variant, before, after
-
-
-# Two programs; the reference has already compiled the first.
-_logits = jax.jit(logits, static_argnums=0)
-
-
-_differences = jax.jit(token_differences, static_argnums=3)

@@ -22,7 +22,7 @@ from jaxllm.convert.gguf.tokenizer_read import find_ends, read_tokenizer
 from jaxllm.convert.gguf.tokenizer_write import dropped_settings, make_tokenizer_keys
 from jaxllm.convert.registry import assets_from_gguf
 from jaxllm.errors import CheckpointError, TemplateError
-from jaxllm.text.save_tokenizer import write_tokenizer
+from jaxllm.text.formats import write_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from tests.convert.gguf.gguf_files import finish
 

@@ -14,9 +14,8 @@ import jaxllm
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.needle import prefill
 from jaxllm.evaluate.needle.grid import POLICIES, default_extension, recall
-from jaxllm.evaluate.needle.haystack import STYLES, make_probe
+from jaxllm.evaluate.needle.haystack import FRIENDS, KINDS, STYLES, make_probe
 from jaxllm.evaluate.needle.prefill import prefill_texts, score_answers
-from jaxllm.evaluate.needle.stories import FRIENDS, KINDS
 from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
 from jaxllm.models import build
 from tests.conftest import Run

@@ -15,7 +15,6 @@ from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select
 from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.receptive_field import receptive_field
 from jaxllm.export.step import StepSignature, check_signature
 from jaxllm.models.long import dilated
 from jaxllm.ops.dilated.dense import dense_attend, multiplicity
@@ -198,19 +197,42 @@ def test_train_full_preserves_dilated_attention(run: Run, tmp_path: Path) -> Non
     assert np.abs(np.asarray(old) - np.asarray(new)).max() > 0
 
 
+def receptive_field(model: Any, params: Any, token_T: np.ndarray) -> np.ndarray:
+    """Return how much each token's embedding changes each layer's outputs, `[layers, T, T]`.
+
+    An entry is the norm of the output's derivative in one random direction of the embedding:
+    exactly zero without influence, and with influence zero with probability zero.
+    """
+    T = token_T.size
+    position_BT, length_B = jnp.arange(T, dtype=jnp.int32)[None], jnp.full((1,), T, jnp.int32)
+    at, direction = jax.random.normal(jax.random.key(0), (2, 1, T, model.config.hidden_size))
+
+    def outputs(embeddings_BTD: jax.Array) -> jax.Array:
+        trace = model.apply(
+            {"params": params}, token_T[None], position_BT, length_B, embeddings_BTD=embeddings_BTD
+        )
+        return jnp.stack([layer.x[0] for layer in trace.layers])
+
+    def respond_to(place: jax.Array) -> jax.Array:
+        here = jnp.where(jnp.arange(T)[None, :, None] == place, direction, 0.0)
+        return jnp.linalg.norm(jax.jvp(outputs, (at,), (here,))[1], axis=-1)
+
+    return np.moveaxis(np.asarray(jax.jit(jax.vmap(respond_to))(jnp.arange(T))), 0, 2)
+
+
 def test_receptive_field_stays_within_longest_segment() -> None:
     """By derivatives: no token depends on another segment, and within a segment exactly the tokens
     of the pairs are read.
     """
     model, params = lm_of(layers=2)
-    field = receptive_field(model, params, tokens(1, 24)[0], jax.random.key(0))
+    field = receptive_field(model, params, tokens(1, 24)[0])
     at = jnp.arange(24, dtype=jnp.int32)[None]
     one = np.asarray(multiplicity(dilated.dilations(KIND, 8), at, at)[0]).any(axis=0)
     assert ((field[0] > 0) == one).all()
     assert ((field[1] > 0) == (one.astype(int) @ one > 0)).all()
     assert not field[1, 12:, :12].any()
     assert (field[1, 11, :12] > 0).any()
-    plain = receptive_field(*random_model("llama"), tokens(1, 24)[0], jax.random.key(0))
+    plain = receptive_field(*random_model("llama"), tokens(1, 24)[0])
     assert ((plain[1] > 0) == np.tril(np.ones((24, 24), bool))).all()
 
 
