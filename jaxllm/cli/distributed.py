@@ -97,7 +97,6 @@ def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
         "jaxllm": __version__,
         **versions,
         "platform": jax.default_backend(),
-        "devices of a process": jax.local_device_count(),
         "kernels": native.isa() if native.is_enabled() else "none",
         "environment": switches,
         "command": " ".join(drop_process_option(arguments)),

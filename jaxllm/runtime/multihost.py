@@ -1,4 +1,4 @@
-"""Multi-process runs of one command with `jax.distributed`: broadcast, gather, agreement.
+"""Several processes that run one command on one model, with `jax.distributed`.
 
 Every process runs the whole command on the same global arrays, of which it holds a shard, so all
 must make the same decisions. Process 0 does what only one process can (stdin, random seeds, the
@@ -11,13 +11,13 @@ line.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxllm.errors import ConfigError, JaxllmError
@@ -27,12 +27,9 @@ AUTO = "auto"
 JOIN_TIMEOUT_S = 30  # seconds to wait for all processes; JAX adds up to 15
 HEARTBEAT_TIMEOUT_S = 20  # seconds without a heartbeat until a process counts as lost
 LEAVE_TIMEOUT_S = 5  # seconds that a failed process waits for others that fail for the same reason
-WAIT_TIMEOUT_MS = 86_400_000  # milliseconds; a user may be typing
-CHUNK_CHARS = 1 << 20  # characters per message; a call takes 4 MB
+MIN_MESSAGE_BYTES = 1 << 12  # shorter messages are padded, so that one program sends most of them
 MAX_PROCESSES = 1 << 16  # processes
 
-_call_numbers = itertools.count()
-_gather_numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by processes
 _LOCAL_ONLY = [False]  # whether this process temporarily acts alone
 
 
@@ -91,7 +88,7 @@ def join_group(group: Group) -> None:
             "process_id": group.process_id,
             "cluster_detection_method": "deactivate",
         }
-    jax.config.update("jax_check_proxy_envs", False)  # the guard handles proxies
+    jax.config.update("jax_check_proxy_envs", False)  # the supervisor handles proxies
     try:
         jax.distributed.initialize(
             **given,
@@ -101,8 +98,13 @@ def join_group(group: Group) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{group}: {error}") from None
-    check_processes_agree({"processes": _state().num_processes})  # before waiting for devices
-    if _state().process_id:
+    devices = Counter(device.process_index for device in jax.devices())
+    if group.num_processes not in (None, len(devices)):
+        raise ConfigError(f"{group}: process 0 has --processes {len(devices)}")
+    if len({*devices.values()}) > 1:
+        counts = ", ".join(f"{count} in process {number}" for number, count in devices.items())
+        raise ConfigError(f"all processes must use as many devices: got {counts}")
+    if jax.process_index():
         signals.mute_follower()
 
 
@@ -110,12 +112,16 @@ def is_multiprocess() -> bool:
     """Return whether several processes are running this command together."""
     if _LOCAL_ONLY[0] or "jax" not in sys.modules:
         return False
-    return _state().client is not None and _state().num_processes > 1
+    import jax
+
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def process_index() -> int:
     """Return the index of this process, from 0."""
-    return int(_state().process_id) if is_multiprocess() else 0
+    import jax
+
+    return jax.process_index() if is_multiprocess() else 0
 
 
 def broadcast_from_zero(make: Callable[[], str]) -> str:
@@ -125,38 +131,34 @@ def broadcast_from_zero(make: Callable[[], str]) -> str:
     """
     if not is_multiprocess():
         return make()
-    client, key = _state().client, f"jaxllm/told/{next(_call_numbers)}"
-    if _state().process_id:
-        count, failed, complaint = client.blocking_key_value_get(key, WAIT_TIMEOUT_MS).partition(
-            "!"
-        )
-        if failed:
-            raise ConfigError(complaint)
-        each = (
-            client.blocking_key_value_get(f"{key}/{n}", WAIT_TIMEOUT_MS) for n in range(int(count))
-        )
-        return "".join(piece[1:] for piece in each)
-    try:
-        with _run_locally():
-            text = make()
-    except JaxllmError as error:
-        client.key_value_set(key, f"!{error}")
-        raise
-    pieces = [text[at : at + CHUNK_CHARS] for at in range(0, len(text), CHUNK_CHARS)]
-    for n, piece in enumerate(pieces):
-        client.key_value_set(f"{key}/{n}", f"={piece}")  # an empty value would count as missing
-    client.key_value_set(key, str(len(pieces)))
+    text, failure = "", None
+    if process_index() == 0:
+        try:
+            with _run_locally():
+                text = make()
+        except JaxllmError as error:
+            failure = error
+    message = json.dumps([text, None if failure is None else str(failure)]).encode()
+    (length,) = broadcast_array([len(message)])
+    text, complaint = json.loads(broadcast_array(_pad_message(message, length))[:length].tobytes())
+    if complaint is not None:
+        raise failure or ConfigError(complaint)
     return text
+
+
+def _pad_message(message: bytes, length: int) -> Any:
+    """Return the bytes of a message in an array whose size all messages of `length` have."""
+    import numpy as np
+
+    padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << int(length).bit_length()), np.uint8)
+    mine = np.frombuffer(message, np.uint8)[:length]
+    padded[: len(mine)] = mine
+    return padded
 
 
 def run_on_process_zero(work: Callable[[], Any]) -> None:
     """Run `work` in process 0 while the others wait; raise as `broadcast_from_zero` does."""
-
-    def run_work() -> str:
-        work()
-        return ""
-
-    broadcast_from_zero(run_work)
+    broadcast_from_zero(lambda: str(work())[:0])
 
 
 @contextlib.contextmanager
@@ -169,19 +171,17 @@ def _run_locally() -> Iterator[None]:
         _LOCAL_ONLY[0] = False
 
 
-def all_gather_objects(value: Any, processes: Sequence[int] | None = None) -> list[Any]:
-    """Return the values of all processes in order; they must be JSON data.
-
-    processes: indices of the participating processes, including this one; by default all.
-    """
+def all_gather_objects(value: Any) -> list[Any]:
+    """Return the values of all processes in order; they must be JSON data."""
     if not is_multiprocess():
         return [value]
-    client, asking = _state().client, tuple(processes or range(_state().num_processes))
-    whose = hashlib.sha256(repr(asking).encode()).hexdigest()[:16]
-    key = f"jaxllm/each/{whose}/{next(_gather_numbers[asking])}"
-    client.key_value_set(f"{key}/{_state().process_id}", json.dumps(value))
-    names = [f"{key}/{n}" for n in asking]
-    return [json.loads(client.blocking_key_value_get(name, WAIT_TIMEOUT_MS)) for name in names]
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    message = json.dumps(value).encode()
+    lengths = process_allgather(np.int32(len(message)))
+    texts = process_allgather(_pad_message(message, lengths.max()))
+    return [json.loads(x[:n].tobytes()) for x, n in zip(texts, lengths, strict=True)]
 
 
 def to_host(tree: Any) -> Any:
@@ -217,13 +217,13 @@ def broadcast_array(x: Any) -> Any:
     """
     import numpy as np
 
+    mine = np.ascontiguousarray(x)
     if not is_multiprocess():
-        return np.asarray(x)
-    from jax.experimental import multihost_utils
+        return mine
+    from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    mine = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    bits = np.asarray(multihost_utils.broadcast_one_to_all(mine))
-    return bits.view(x.dtype).reshape(x.shape)
+    bits = np.asarray(broadcast_one_to_all(mine.reshape(-1).view(np.uint8)))
+    return bits.view(mine.dtype).reshape(mine.shape)
 
 
 def broadcast_arrays(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -238,8 +238,8 @@ def broadcast_arrays(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         found.update(make())
         return json.dumps({name: (x.shape, x.dtype.name) for name, x in found.items()})
 
-    said = json.loads(broadcast_from_zero(describe_arrays))
-    return {name: broadcast_array(found.get(name, np.zeros(*form))) for name, form in said.items()}
+    forms = json.loads(broadcast_from_zero(describe_arrays))
+    return {name: broadcast_array(found.get(name, np.zeros(*form))) for name, form in forms.items()}
 
 
 def check_processes_agree(facts: Mapping[str, Any]) -> None:
@@ -247,19 +247,9 @@ def check_processes_agree(facts: Mapping[str, Any]) -> None:
 
     Raises ConfigError in all processes, with each difference.
     """
-    if not is_multiprocess():
-        return
-    client, key = _state().client, f"jaxllm/agree/{next(_call_numbers)}"
-    mine = {name: str(value) for name, value in facts.items()}
-    if _state().process_id:
-        client.key_value_set(f"{key}/{_state().process_id}", json.dumps(mine))
-        complaint = client.blocking_key_value_get(key, 1000 * JOIN_TIMEOUT_S)[1:]
-    else:
-        others = range(1, _state().num_processes)
-        texts = [client.blocking_key_value_get(f"{key}/{n}", 1000 * JOIN_TIMEOUT_S) for n in others]
-        complaint = describe_differences([mine, *map(json.loads, texts)])
-        client.key_value_set(key, f"={complaint}")
-    if complaint:
+    if complaint := describe_differences(
+        all_gather_objects({name: str(value) for name, value in facts.items()})
+    ):
         raise ConfigError(f"all processes must use identical inputs: {complaint}")
 
 
@@ -299,23 +289,13 @@ def leave_group(status: int) -> None:
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if not status:
-        jax.distributed.shutdown()
-        return
-    with contextlib.suppress(RuntimeError):  # the others still run, and will notice the loss
-        _state().client.wait_at_barrier("jaxllm/failed", 1000 * LEAVE_TIMEOUT_S)
-    os._exit(status)
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)  # waits for all
+    leaving.start()
+    leaving.join(LEAVE_TIMEOUT_S if status else None)
+    if status:
+        os._exit(status)
 
 
 def is_connection_lost(error: Exception) -> bool:
     """Return whether a computation failed because another process is lost."""
     return bool(re.search(r"Gloo|NCCL|[Cc]onnection (closed|reset)|UNAVAILABLE", str(error)))
-
-
-def _state() -> Any:
-    """Return JAX's group state: num_processes, process_id and client, a key-value store, JAX's only
-    channel for text between processes. Reading it starts no devices.
-    """
-    from jax._src import distributed
-
-    return distributed.global_state

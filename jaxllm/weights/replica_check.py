@@ -1,10 +1,10 @@
 """Checks that several processes have the same weights, in every number.
 
 Processes on one machine that opened the same file do, and read nothing. Other copies are compared
-in full: a single different number changes the output, and a sample would miss it. Each copy is read
-once more, in parts by the processes that share it. Blocks are compared by CRC-32, against accidents
-and not forgery: a single different number is always detected, several are missed once in 4 billion
-cases. Nothing that was read is kept.
+in full: a single different number changes the output, and a sample would miss it. One process reads
+each copy once more. Tensors are compared by CRC-32, against accidents and not forgery: a single
+different number is always detected, several are missed once in 4 billion cases. Nothing that was
+read is kept.
 """
 
 import os
@@ -43,15 +43,11 @@ def check_replicas(tensors: Tensors, path: Path, show_progress: bool | None = No
     if not multihost.is_multiprocess():
         return
     copies, number = multihost.all_gather_objects(identify_copy(path)), multihost.process_index()
-    same = [bool(copy) and copy == copies[number] for copy in copies]
-    sharing = [n for n, with_us in enumerate(same) if with_us or n == number]
-    if len(sharing) == len(copies):
+    if copies[0] and all(copy == copies[0] for copy in copies):
         return
-    names = divide_tensors(tensors, len(sharing))[sharing.index(number)]
-    checksums = multihost.all_gather_objects(
-        checksum_tensors({name: tensors[name] for name in names}, show_progress)
-    )
-    if complaint := describe_differences(list(zip(copies, checksums, strict=True))):
+    reads = not copies[number] or copies.index(copies[number]) == number  # first of its copy
+    checksums = checksum_tensors(tensors, show_progress) if reads else {}
+    if complaint := describe_differences(multihost.all_gather_objects(checksums)):
         raise ConfigError(f"all processes must use identical inputs: {complaint}")
 
 
@@ -66,17 +62,6 @@ def identify_copy(path: Path) -> list[Any]:
     about = [os.stat(file) for file in sorted(folder.glob("*")) if file.is_file()]
     known = [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns] for s in about]
     return [_BOOT_ID.read_text().strip(), known]
-
-
-def divide_tensors(tensors: Tensors, processes: int) -> list[list[str]]:
-    """Divide the names among the processes, with about the same number of bytes for each."""
-    parts: list[list[str]] = [[] for _ in range(processes)]
-    sizes = [0] * processes
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        least = sizes.index(min(sizes))
-        parts[least].append(name)
-        sizes[least] += tensors[name].nbytes
-    return parts
 
 
 def checksum_tensors(tensors: Tensors, show_progress: bool | None = None) -> Checksums:
@@ -96,19 +81,11 @@ def checksum_tensors(tensors: Tensors, show_progress: bool | None = None) -> Che
             return dict(zip(tensors, threads.map(checksum_tensor, tensors.values()), strict=True))
 
 
-def describe_differences(checksums: Sequence[tuple[Any, Checksums]]) -> str:
-    """Describe in words how the copies differ from that of process 0.
-
-    Args:
-        checksums: the copy of each process, and the checksums that it computed.
-    """
-    complete: list[Checksums] = []
-    for copy, computed in checksums:
-        shared = [sums for other, sums in checksums if other and other == copy]
-        complete.append({name: x for sums in shared or [computed] for name, x in sums.items()})
+def describe_differences(checksums: Sequence[Checksums]) -> str:
+    """Describe how the weights of other processes differ from those of process 0."""
     differences = []
-    for number, sums in enumerate(complete):
-        if differing := sorted(name for name, x in complete[0].items() if sums[name] != x):
+    for number, sums in enumerate(checksums):
+        if differing := sorted(name for name, x in sums.items() if checksums[0][name] != x):
             more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
             named = f"{', '.join(differing[:MAX_NAMED])}{more}"
             differences.append(

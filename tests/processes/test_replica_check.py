@@ -1,21 +1,20 @@
 """Weight replicas across processes: which parts are checksummed, and how differences are found."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxllm.runtime import multihost
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.replica_check import (
     check_replicas,
     checksum_tensors,
     describe_differences,
-    divide_tensors,
     identify_copy,
 )
 from jaxllm.weights.safetensors import BLOCK_BYTES
-
-HERE, THERE = ["one machine", [[1, 2, 3, 4]]], ["another", [[1, 2, 3, 4]]]
 
 
 def tensors(**arrays: np.ndarray) -> dict[str, LazyTensor]:
@@ -31,39 +30,49 @@ def test_one_bit_difference_is_detected_anywhere(at: int) -> None:
     other.reshape(-1).view(np.uint32)[at] ^= 1
     one, two = (checksum_tensors(tensors(a=array[:5], w=x)) for x in (array, other))
     assert one["a"] == two["a"] and one["w"] != two["w"]
-    assert describe_differences([(HERE, one), (THERE, two)]) == (
+    assert describe_differences([one, two]) == (
         "the weights w in process 1 differ from those in process 0"
     )
-    assert describe_differences([(HERE, one), (THERE, dict(one))]) == ""
+    assert describe_differences([one, dict(one)]) == ""
 
 
-def test_processes_on_one_machine_checksum_disjoint_parts() -> None:
-    """Two processes on one machine checksum disjoint parts, one on another all; a difference names
-    its weights and process.
-    """
-    sizes = {"a": 40, "b": 30, "c": 20, "d": 10, "e": 1}
-    weights = tensors(**{name: np.arange(n, dtype=np.float32) for name, n in sizes.items()})
-    parts = divide_tensors(weights, 2)
-    assert sorted(parts[0] + parts[1]) == sorted(sizes)
-    assert [sum(sizes[name] for name in part) for part in parts] == [51, 50]
-    first, second = (checksum_tensors({name: weights[name] for name in part}) for part in parts)
-    all_sums = checksum_tensors(weights)
-    assert describe_differences([(HERE, first), (HERE, second), (THERE, all_sums)]) == ""
-    for name in sizes:
-        wrong = {**all_sums, name: all_sums[name] ^ 1}
-        message = describe_differences([(HERE, first), (HERE, second), (THERE, wrong)])
-        assert message == f"the weights {name} in process 2 differ from those in process 0"
-    every = {name: x ^ 1 for name, x in all_sums.items()}
-    assert "a, b, c and 2 more in process 2" in describe_differences(
-        [(HERE, first), (HERE, second), (THERE, every)]
+def test_difference_names_weights_and_process() -> None:
+    """A process that reads nothing, since another reads its copy, differs in nothing."""
+    sums = dict.fromkeys("abcde", 1)
+    assert describe_differences([sums, {}, sums]) == ""
+    assert describe_differences([sums, {}, {**sums, "b": 2}]) == (
+        "the weights b in process 2 differ from those in process 0"
     )
+    assert "a, b, c and 2 more in process 1" in describe_differences([sums, dict.fromkeys(sums, 2)])
 
 
-def test_processes_on_unknown_machines_compare_full_copies() -> None:
-    """If the machine is unknown, every process counts as holding its own copy."""
-    sums = {"w": 1}
-    assert describe_differences([([], sums), ([], sums)]) == ""
-    assert "process 1" in describe_differences([([], sums), ([], {"w": 2})])
+@pytest.mark.parametrize(
+    ("copies", "number", "reads"),
+    [
+        (["one", "one"], 0, None),
+        (["one", "one", "two", "two"], 0, True),
+        (["one", "one", "two", "two"], 1, False),
+        (["one", "one", "two", "two"], 2, True),
+        (["", ""], 1, True),
+    ],
+)
+def test_one_process_reads_each_copy(
+    copies: list[str], number: int, reads: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy for all is not read; else its first process reads it. A copy that cannot be
+    identified counts as one of its own.
+    """
+    gathered: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        gathered.append(value)
+        return copies if len(gathered) == 1 else [value] * len(copies)
+
+    monkeypatch.setattr(multihost, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(multihost, "process_index", lambda: number)
+    monkeypatch.setattr(multihost, "all_gather_objects", gather)
+    check_replicas(tensors(w=np.ones(3, np.float32)), Path("none"))
+    assert [bool(sums) for sums in gathered[1:]] == ([] if reads is None else [reads])
 
 
 def test_copy_identity_depends_on_checkpoint_file(tmp_path: Path) -> None:

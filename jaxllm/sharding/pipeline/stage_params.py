@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxllm.errors import ConfigError
@@ -95,16 +96,23 @@ def is_local(mesh: Mesh) -> bool:
 
 def equalize_over_mesh(mesh: Mesh, shares: Sequence[Any]) -> list[Any]:
     """Pad shards to arrays of equal shapes; each process of the mesh has some of them."""
-    every = (
-        all_gather_objects(max_lengths(shares), _mesh_processes(mesh))
-        if is_multiprocess()
-        else [max_lengths(shares)]
-    )
-    return equalize_shapes(shares, [max(of) for of in zip(*every, strict=True)])
+    lengths = np.array(max_lengths(shares))
+    if is_multiprocess():  # those of the mesh alone take part
+        by_device = NamedSharding(mesh, P(mesh.axis_names))
+        every = jax.make_array_from_callback(
+            (mesh.size, len(lengths)), by_device, lambda _: lengths[None]
+        )
+        largest = jax.jit(_max_rows, out_shardings=NamedSharding(mesh, P()))(every)
+        lengths = np.asarray(largest.addressable_data(0))
+    return equalize_shapes(shares, lengths.tolist())
 
 
-def _mesh_processes(mesh: Mesh) -> list[int]:
-    return sorted({device.process_index for device in mesh.devices.flat})
+def _max_rows(x: jax.Array) -> jax.Array:
+    return x.max(axis=0)
+
+
+def _mesh_processes(mesh: Mesh) -> set[int]:
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def concat_shards(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
