@@ -32,9 +32,10 @@ from jaxllm import models
 from jaxllm.cache.kv import init_cache
 from jaxllm.config.model import Rope
 from jaxllm.evaluate import bench
-from jaxllm.generation.batching.batched_sampling import empty_context, fit_sampler, stack_sampler
-from jaxllm.generation.batching.multi_step import decode_burst
+from jaxllm.generation.batching.active import empty_rows
+from jaxllm.generation.loops.rounds import SERVED_ROUNDS, LoopInputs, Plan, Tails
 from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
 from jaxllm.models.compiled_steps import PREFILL
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.sites import NO_EDITS
@@ -242,13 +243,13 @@ def burst(rows: int, slots: int, packed: bool) -> Compiled:
     model, params = make_model()
     tail = cache_of(model, rows, slots).tail
     _, sampler = fit_sampler(Sampler(), model.config.vocab_size, slots + 1)
-    told = on_card(
-        jax.eval_shape(lambda: (empty_context(rows, slots), stack_sampler(sampler, rows)))
+    state, stacked = on_card(
+        jax.eval_shape(lambda: (empty_rows(rows, slots), stack_sampler(sampler, rows)))
     )
     kinds = on_card(jax.ShapeDtypeStruct((1, rows), bool))
     made = compile_for_gpu(
-        decode_burst, (tail, None), told[0], (told[1],), (model.clone(packed=packed), None),
-        (params, None), (), None, kinds, ints(rows), ints(rows, 1), 16, 0, ints(),
+        SERVED_ROUNDS, Plan(model.clone(packed=packed), 16), LoopInputs(params, kind_KR=kinds),
+        Tails(tail), state.replace(samplers=(stacked,)), ints(), ints(),
     )  # fmt: skip
     return dataclasses.replace(made, is_loop=True)
 
