@@ -19,7 +19,7 @@ from jaxllm.generation import completion
 from tests.conftest import ROOT, Run, assert_refused, succeed
 
 DEMO = "demo:llama"
-CHAT = ("chat", "-m", DEMO, "-n", 8, "--seed", 3)
+CHAT = ("chat", DEMO, "-n", 8, "--seed", 3)
 
 
 def answers(run: Run, *lines: str, options: tuple[object, ...] = ()) -> list[str]:
@@ -186,7 +186,7 @@ def test_missing_template_error_names_remedy(run: Run, tmp_path: Path) -> None:
     config = json.loads((model / "tokenizer_config.json").read_text())
     template.write_text(config.pop("chat_template"))
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    command = ("chat", "-m", model, "-n", 8)
+    command = ("chat", model, "-n", 8)
     assert_refused(run, "jaxllm chat --chat-template FILE", *command, stdin="Tom\n")
     assert (
         run(*command, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]

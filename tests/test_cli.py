@@ -42,7 +42,7 @@ def _shallow_demos(
 
 def test_greedy_from_bos_prints_published_story(run: Run, data: Any) -> None:
     directory = data("stories260K")
-    out, err = succeed(run, "generate", "--model", directory, "-n", 200)
+    out, err = succeed(run, "generate", directory, "-n", 200)
     assert out == (directory / "greedy_200.txt").read_text(encoding="utf-8")
     assert "200 tokens (length)" in err
     assert "tokens/s" in err
@@ -52,10 +52,10 @@ def test_greedy_from_bos_prints_published_story(run: Run, data: Any) -> None:
 @pytest.mark.parametrize("model", ["demo:llama", "demo:gpt2"])
 def test_generate_reads_prompt_from_stdin(run: Run, model: str) -> None:
     """A demo generates text from stdin, equal to the same prompt given by option."""
-    out, _ = succeed(run, "generate", "-m", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
+    out, _ = succeed(run, "generate", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
     assert len(out.split()) > 10
     assert "�" not in out
-    again = run("generate", "-m", model, "-p", "Once upon a time", "-n", 30)
+    again = run("generate", model, "-p", "Once upon a time", "-n", 30)
     assert again[1] == out
 
 
@@ -97,7 +97,7 @@ def test_prompt_cache_is_reused_and_extended(run: Run, tmp_path: Path) -> None:
     whole = file.read_bytes()
     for refused, options in {
         "caches another text": ("-p", "One day"),
-        "model_type": ("-p", text, "-m", "demo:gpt2"),
+        "model_type": ("-p", text, "demo:gpt2"),
         "has weights 'float16', the model's 'float32'": ("-p", text, "--dtype", "float32"),
     }.items():
         assert_refused(run, refused, "generate", *options, "--prompt-cache", file)
@@ -132,7 +132,7 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     """Each line gives a completion or an error under its id; the same command has nothing left to
     do, and another file is not overwritten; stdin works.
     """
-    options = ("-m", shallow("llama"), "--dtype", "float32")
+    options = (shallow("llama"), "--dtype", "float32")
     lines = [
         '"Once upon a time"',
         '{"prompt": "One day", "id": "b", "max_new_tokens": 5, "temperature": 1.0, "seed": 3}',
@@ -146,7 +146,7 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    batch = ("batch", file, "--out", out, "-n", 12, "--batch-size", 2, *options)
+    batch = ("batch", *options, file, "--out", out, "-n", 12, "--batch-size", 2)
     status, _, err = run(*batch)
     assert status == 1
     assert "8 answers" in err
@@ -167,9 +167,9 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     assert status == 1
     assert "8 rows are done, 0 to go" in err
     assert out.read_bytes() == content
-    other = ("batch", file, "--out", file, *options)
+    other = ("batch", *options, file, "--out", file)
     assert_refused(run, f"{file} exists: name another file", *other)
-    output, _ = succeed(run, "batch", "-", *options, "-n", 12, stdin='"One day"')
+    output, _ = succeed(run, "batch", *options, "-", "-n", 12, stdin='"One day"')
     assert json.loads(output)["finish_reason"] == "length"
 
 
@@ -387,7 +387,7 @@ def test_format_from_file_option_and_table_agree(run: Run, tmp_path: Path) -> No
         out, _ = succeed(run, *story, *more)
         return list(json.loads(out)["logprobs"])
 
-    by_file = logprobs("-m", small)
+    by_file = logprobs(small)
     assert logprobs("--quantize", "int4-g32-zp-f16") == by_file
     assert logprobs("--precision", table) == by_file
     assert logprobs() != by_file

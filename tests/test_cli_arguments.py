@@ -1,68 +1,87 @@
 """Arguments of every command: MODEL, prompts and options, and errors with remedies."""
 
+import dataclasses
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from msgspec import Meta
 
 import jaxllm
-from jaxllm import cli
+from jaxllm.cli.fields import Flags, add_command
 from jaxllm.convert import registry
 from jaxllm.errors import SamplingError
 from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import save_random
 
 
-def commands() -> Iterator[typer.core.TyperCommand]:
-    """Yield every command, and the subcommands of `train`."""
-    group = typer.main.get_command(cli.make_app())
-    assert isinstance(group, typer.core.TyperGroup)
-    for command in group.commands.values():
-        kinds = getattr(command, "commands", {"": command})
-        yield from kinds.values()
+@dataclasses.dataclass
+class Settings:
+    """Settings.
+
+    Attributes:
+        size: How large.
+        kind: Of which kind.
+    """
+
+    size: Annotated[int, Meta(ge=2)] = 3
+    kind: Literal["a", "b"] = "a"
+    rate: Annotated[float, Meta(le=1, description="How fast.")] | None = None
+    deep: bool = False
 
 
-WITH_MODEL = [c for c in commands() if c.name != "doctor"]
+def test_flags_come_from_annotations(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, bounds, choices, defaults and help of a dataclass are those of the flags; a group has
+    only the chosen fields, by other names if given.
+    """
+    found: list[Any] = []
 
+    def some(more: Annotated[dict[str, Any], Flags(Settings, "rate", deep="--deeply -d")]) -> None:
+        """Do it.
 
-@pytest.mark.parametrize("command", WITH_MODEL, ids=lambda command: str(command.name))
-def test_model_is_argument_or_option(command: typer.core.TyperCommand) -> None:
-    """-m X, --model X and --model=X, anywhere on the line, equal X as the argument MODEL."""
-    arguments = [p for p in command.params if isinstance(p, typer.core.TyperArgument)]
-    place = [p.name for p in arguments].index("model")
-    needed = ["--data", "x", "--begin", "x", "--adapter", "x"]
-    options = [w for n in (0, 2, 4) for w in needed[n : n + 2] if needed[n] in flags(command)]
-    words = ["make" if p.name == "action" else f"a{n}" for n, p in enumerate(arguments)]
-    others = [*words[:place], *words[place + 1 :]]
+        Args:
+            more: Not a flag.
+        """
+        found.append(more)
 
-    def parse(*line: str) -> dict[str, object]:
-        parsed = command.make_parser(typer.Context(command)).parse_args([*line, *options])
-        assert parsed[1] == []
-        return {name: parsed[0][name] for name in (p.name for p in arguments)}
+    def all_of(settings: Settings) -> None:
+        found.append(settings)
 
-    expected = parse(*words)
-    assert expected["model"] == words[place]
-    assert parse("-m", words[place], *others) == expected
-    assert parse(*others, "--model", words[place]) == expected
-    assert parse(*others, f"--model={words[place]}") == expected
+    def call(function: Callable[..., None], *words: str) -> None:
+        app = typer.Typer(rich_markup_mode=None)
+        add_command(app, function, "Example: x", lambda values: None)
+        app(words, standalone_mode=False)
 
-
-def flags(command: typer.core.TyperCommand) -> set[str]:
-    return {name for p in command.params for name in p.opts}
+    call(all_of, "--size", "5", "--kind", "b", "--deep")
+    call(some, "-d", "--rate", "0.5")
+    assert found == [Settings(5, "b", None, True), {"rate": 0.5, "deep": True}]
+    for function, *words in (
+        (all_of, "--size", "1"),
+        (all_of, "--kind", "c"),
+        (some, "--size", "5"),
+    ):
+        with pytest.raises(typer.TyperException):
+            call(function, *words)
+    call(all_of, "--help")
+    shown = capsys.readouterr().out
+    assert re.search(r"--size <int range> +How large\. +\[default: 3; x>=2\]", shown)
+    assert "--kind <a|b>" in shown and "How fast." in shown and "--no-deep" not in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "-m", "demo:llama", "x"], "unexpected extra argument(s) (x)"),
+        (["info", "demo:llama", "x"], "unexpected extra argument(s) (x)"),
+        (["info", "-m", "demo:llama"], "No such option: -m: give MODEL without it"),
         (["generate", "Once upon a time"], "Give a prompt after the model, or with -p"),
-        (["generate", "-m", ""], "the checkpoint path is empty"),
+        (["generate", ""], "the checkpoint path is empty"),
         (["convert", "demo:llama", "x.gguf"], "give --to-gguf TYPE"),
         (["convert", "demo:llama", "nowhere/x"], "no such folder: nowhere"),
         (["quantize", "demo:llama", "nowhere/x/y"], "no such folder: nowhere/x"),
@@ -75,9 +94,9 @@ def flags(command: typer.core.TyperCommand) -> set[str]:
         (["generate", "--max-tokens", "5"], "--max-new-tokens"),
         (["generate", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["upcycle", "demo:llama", "x", "--experts", "0"], "--experts must be 1 or more, got '0'"),
-        (["generate", "-m", "nowhere"], "nowhere is not a directory"),
-        (["generate", "-m", "owner/name"], "write hf:owner/name"),
-        (["generate", "-m", "demo:bert"], "expected one of demo:gpt2, demo:llama"),
+        (["generate", "nowhere"], "nowhere is not a directory"),
+        (["generate", "owner/name"], "write hf:owner/name"),
+        (["generate", "demo:bert"], "expected one of demo:gpt2, demo:llama"),
         (["generate", "-n", "0"], "max_new_tokens"),
         (["generate", "-n", "100000"], "exceed the model's context"),
         (["generate", "--temperature", "-1"], "temperature must be"),
@@ -87,7 +106,7 @@ def flags(command: typer.core.TyperCommand) -> set[str]:
         (["info", "/dev/null"], "is not a checkpoint directory or file"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
         (["bench", "--json", "--csv"], "--json and --csv cannot be combined"),
-        (["bench", "-r", "0"], "--repetitions must be at least 1"),
+        (["bench", "-r", "0"], "--repetitions must be 1 or more"),
         (["bench", "--prompts", "x"], "numbers separated by commas"),
         (["bench", "--decode", "0"], "bench: decode must be at least 1"),
     ],

@@ -138,7 +138,7 @@ def test_chat_page_lists_all_commands() -> None:
     text = (ROOT / CHAT).read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(/[^`]+)` \| (.+) \|$", text, re.M)
     assert rows == [
-        (f"{name} {command.argument}".strip(), command.help) for name, command in COMMANDS.items()
+        (f"{name} {argument}".strip(), help) for name, (argument, help) in COMMANDS.items()
     ]
     (recording,) = (s.text for s in snippets(CHAT) if s.language == "text")
     typed = re.findall(r"^> (/\w+)", recording, re.M)

@@ -83,7 +83,7 @@ def test_healthy_installation_passes(tmp_path: Path) -> None:
     assert (status, wrong(report)) == (0, {})
     checks = {c["name"]: c["text"] for c in report["checks"]}
     assert {*checks} >= {
-        "python", "jaxllm", "packages", "processor", "jax", "kernels", "threads", "memory",
+        "python", "jaxllm", "packages", "jax", "kernels", "threads", "memory",
         "compiled programs", "downloads", "temporary files", "environment",
     }  # fmt: skip
     assert report["jaxllm"] == __version__
@@ -91,7 +91,7 @@ def test_healthy_installation_passes(tmp_path: Path) -> None:
         assert name in checks["kernels"]
     assert "within 1e-6 of float64" in checks["kernels"]
     assert float(re.findall(r"read at ([\d.]+) GB/s", checks["memory"])[0]) > 0
-    assert "0 files" in checks["compiled programs"]
+    assert "free" in checks["compiled programs"]
 
 
 def test_installation_without_kernels_is_an_error(tmp_path: Path) -> None:
@@ -191,44 +191,30 @@ def test_set_that_dies_is_named(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_wrong_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of 1e-5 in one product, and one changed bit in an exact result, are both named."""
-    before = native.isa()
-    linear, dequantize = native.linear, native.dequantize
+    """An error of 1e-5 in the products of a set is named."""
+    before, linear = native.isa(), native.linear
     monkeypatch.setattr(
         native, "linear", lambda *a, **k: [y * np.float32(1.00002) for y in linear(*a, **k)]
     )
-    monkeypatch.setattr(
-        native,
-        "dequantize",
-        lambda *a, **k: dequantize(*a, **k) + np.float32(native.isa() != "portable"),
-    )
     try:
-        name = native.available_isas()[-1]
-        problems = installation.check_set(name)
+        problems = installation.check_set(native.available_isas()[-1])
     finally:
         native.isa(before)
-    assert any(re.match(r"float32, 2 rows: wrong by .* of the sum", line) for line in problems)
-    if name != "portable":
-        assert "int8, dequantized: the bits differ from those of the portable set" in problems
+    assert any(re.match(r"float32, 2 rows: wrong by .* of the magnitudes", x) for x in problems)
 
 
-def test_report_hides_home_and_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_ends_with_what_to_do_and_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug report has neither the user's name nor a key."""
     monkeypatch.setenv("HOME", "/home/someone")
     assert doctor._hide_home('"/home/someone/x", /home/someone') == '"~/x", ~'
     assert doctor._hide_home("/home/someone-else/x") == "/home/someone-else/x"
     monkeypatch.setenv("JAXLLM_API_KEY", "abc123")
     monkeypatch.setenv("XLA_FLAGS", "--xla_x=1")
-    described = doctor._describe_environment()
+    monkeypatch.setattr(doctor, "_run_stages", lambda *x: {n: {"error": "no JAX"} for n in x})
+    described = [*doctor.examine(quick=True)][-1].text
     assert "abc123" not in described and "XLA_FLAGS=--xla_x=1" in described
-
-
-def test_text_report_ends_with_what_to_do() -> None:
-    text = doctor._render([
-        doctor.Finding("one", "ok", "good"),
-        doctor.Finding("another", "error", "bad", "mend it"),
-    ])  # fmt: skip
-    assert text.splitlines() == [
+    findings = doctor.Finding("one", "good"), doctor.Finding("another", "bad", "error", "mend it")
+    assert doctor._render([*findings]).splitlines() == [
         "ok       one      good",
         "error    another  bad",
         "",
@@ -250,6 +236,6 @@ def test_few_processors_in_container_are_a_warning(monkeypatch: pytest.MonkeyPat
 def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX waits forever for some broken devices."""
     monkeypatch.setattr(doctor, "TIMEOUT_S", 0.01)
-    stages = doctor._run_stages(quick=True)
+    stages = doctor._run_stages("devices")
     assert stages == {"devices": {"error": "it did not end within 0.01 seconds"}}
-    assert doctor._check_devices(stages).status == "error"
+    assert doctor._check_devices(stages["devices"]).status == "error"

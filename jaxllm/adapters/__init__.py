@@ -8,41 +8,10 @@ path.
 
 An `Adapter` is separate from the parameters. Attaching it wraps the weights of its target modules
 (`weights.types.lora`), and neither copies nor changes the base weights.
+
+Public names are in `__init__.pyi`, each imported when it is first used.
 """
 
-from jaxllm.adapters.attach import (
-    Adapter,
-    attach_adapter,
-    attach_new_lora,
-    extract_adapter,
-    init_adapter,
-    make_attacher,
-    merge_adapter,
-    with_config,
-)
-from jaxllm.adapters.gguf import read_gguf_adapter, write_gguf_adapter
-from jaxllm.adapters.lora_config import LoraConfig
-from jaxllm.adapters.multi_lora import with_adapters
-from jaxllm.adapters.peft_io import read_adapter, write_adapter
-from jaxllm.weights.types.lora import BASE, LoraWeight, adapter_index, choose_adapters
+import lazy_loader
 
-__all__ = [
-    "BASE",
-    "Adapter",
-    "LoraConfig",
-    "LoraWeight",
-    "adapter_index",
-    "attach_adapter",
-    "attach_new_lora",
-    "choose_adapters",
-    "extract_adapter",
-    "init_adapter",
-    "make_attacher",
-    "merge_adapter",
-    "read_adapter",
-    "read_gguf_adapter",
-    "with_adapters",
-    "with_config",
-    "write_adapter",
-    "write_gguf_adapter",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

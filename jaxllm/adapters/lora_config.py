@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from jaxllm.errors import ConfigError
 from jaxllm.files import check_name_pattern, compile_pattern
-from jaxllm.runtime.schema import field_errors
+from jaxllm.runtime.schema import check_fields
 
 Names = str | Sequence[str]
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -28,7 +28,7 @@ class LoraConfig:
     Attributes:
         r: LoRA rank.
         lora_alpha: The scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
-        lora_dropout: Dropout of the inputs during training.
+        lora_dropout: Dropout of the adapter's inputs, 0 to 1.
         target_modules: A list of module names or their dotted suffixes, a regex that matches whole
             names, or "all-linear" for all linear layers but the head.
         exclude_modules: Modules to leave out: a list or a regex, as above.
@@ -37,8 +37,8 @@ class LoraConfig:
         rules: Instead of all these, ordered rows `(regex, selected)` over our own parameter paths,
             as in `weights.paths`.
         rank_pattern, alpha_pattern: Ranks and alphas for names with a suffix that matches a regex.
-        use_rslora: Rank-stabilized scale (Kalajdzievski 2023).
-        use_dora: Train a separate magnitude per output row (DoRA).
+        use_rslora: Scale by alpha / sqrt(rank) (Kalajdzievski 2023).
+        use_dora: DoRA: a separate magnitude per output row.
         init_lora_weights: "kaiming" (A uniform within 1 / sqrt(I)) or "gaussian" (A with standard
             deviation 1 / r); B is zero. For a token embedding, A is zero and B is normal.
     """
@@ -58,8 +58,7 @@ class LoraConfig:
     init_lora_weights: Literal["kaiming", "gaussian"] = "kaiming"
 
     def __post_init__(self) -> None:
-        if complaints := field_errors(self):
-            raise ConfigError(f"the adapter's configuration: {'; '.join(complaints)}")
+        check_fields(self, "the adapter's configuration: ")
         by_regex = isinstance(self.target_modules, str)
         if by_regex and (self.layers_to_transform is not None or self.layers_pattern):
             raise ConfigError(

@@ -2,15 +2,16 @@
 
 Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
 upcycle, infini, export; info, bench, plan, doctor; verify, vectors, perplexity, recall,
-sensitivity; lens, steer; train (one command per training method). Shared: options (single flags),
-option_groups (sampling, loading), eval_data (evaluation text), calibration (calibration data of a
-recipe), command (flags of a function, MODEL in two spellings, usage errors), train_common (flags of
-every training command), lora (adapter modules and patterns), console (stdin, stdout, stderr),
-terminal and conversation (input and state of chat), distributed (several processes).
+sensitivity; lens, steer; train (one command per training method). Shared: fields (flags from
+annotations), usage (errors of usage), options (single flags), option_groups (sampling, loading),
+eval_data (evaluation text), train_run (flags and run of every training command), console (stdin,
+stdout, stderr), terminal and conversation (input and state of chat), distributed (several
+processes).
 """
 
 import contextlib
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,10 @@ import typer
 
 from jaxllm import __version__
 from jaxllm.cli import distributed
-from jaxllm.cli.command import Command, describe_error, make_command
 from jaxllm.cli.console import log, write, write_stderr
+from jaxllm.cli.fields import add_command
+from jaxllm.cli.options import check_paths
+from jaxllm.cli.usage import describe_error
 from jaxllm.errors import ConfigError, JaxllmError, LargerWeightsWarning, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.device_memory import describe_full_memory
@@ -36,8 +39,12 @@ COMMANDS = (
 TRAIN = "train"
 
 
-def make_app(names: Iterable[str] = (*COMMANDS, TRAIN)) -> typer.Typer:
-    """Return the program with these commands; only their modules are imported."""
+def make_app(names: Iterable[str] = (*COMMANDS, TRAIN), *, listed: bool = False) -> typer.Typer:
+    """Return the program with these commands; only their modules are imported.
+
+    Args:
+      listed: Leave out the flags of the commands, for the help of the program.
+    """
     app = typer.Typer(
         epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",
         pretty_exceptions_enable=False,
@@ -46,9 +53,9 @@ def make_app(names: Iterable[str] = (*COMMANDS, TRAIN)) -> typer.Typer:
     for name in names:
         module = importlib.import_module(f"jaxllm.cli.{name}")
         if name == TRAIN:
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.make_app(listed), name=name)
             continue
-        app.command(name, epilog=module.EXAMPLE, cls=Command)(make_command(getattr(module, name)))
+        add_command(app, getattr(module, name), module.EXAMPLE, check_paths, listed)
     app.callback()(_apply_global_options)
     return app
 
@@ -81,9 +88,10 @@ def _apply_global_options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a `jaxllm` command, by default from `sys.argv`; a failure prints one line and exits."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # To make the flags of all commands takes as long as importing NumPy.
-    one = given[0] in (*COMMANDS, TRAIN)
-    _run(make_app(given[:1]) if one else make_app(), "jaxllm", given)
+    known = next((word for word in given if word in (*COMMANDS, TRAIN)), None)
+    listed = "_JAXLLM_COMPLETE" not in os.environ  # a shell completes flags, too
+    app = make_app(listed=listed) if known is None else make_app([known])
+    _run(app, "jaxllm", given)
 
 
 def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
@@ -91,7 +99,7 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
     single = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
-    single.command(epilog=epilog, cls=Command)(function)
+    single.command(epilog=epilog)(function)
     _run(single, name, sys.argv[1:])
 
 

@@ -11,7 +11,7 @@ import typer
 
 from jaxllm.cli.console import log, read_stdin, write
 from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
-from jaxllm.cli.options import Model, Stop, check_writable, read_extra_options, read_options
+from jaxllm.cli.options import BatchSize, Model, NewFile, Stop, read_extra_options, read_options
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def batch(
     file: Annotated[str, typer.Argument(metavar="FILE")],
     task: str = "generate",
     field: str | None = None,
-    out: Path | None = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", min=1)] = 8,
+    out: NewFile = None,
+    batch_size: BatchSize = 8,
     ray: Annotated[str | None, typer.Option(metavar="local|ADDRESS")] = None,
     workers: Annotated[int | None, typer.Option(min=1)] = None,
     stop: Stop = None,
@@ -58,7 +58,6 @@ def batch(
     from jaxllm.batch_inference.tasks import BatchJob, answer_rows
 
     start = time.perf_counter()
-    check_writable("--out", out)
     if out is not None and out.suffix == ".parquet":
         raise ConfigError(f"--out {out}: answers are appended as JSON lines: name a .jsonl file")
     if workers is not None and ray is None:

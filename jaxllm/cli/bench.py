@@ -6,7 +6,7 @@ import typer
 
 from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.option_groups import LoadingOptions
-from jaxllm.cli.options import AsJson, Model, split_commas
+from jaxllm.cli.options import AsJson, Model, check_exclusive, split_numbers
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
@@ -18,7 +18,7 @@ def bench(
     decode: int = 32,
     depths: str = "0,1024",
     batches: str = "1,4,8,16",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 5,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1)] = 5,
     sparse: str | None = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv")] = False,
@@ -39,13 +39,11 @@ def bench(
         model's output is then meaningless).
       as_csv: Print CSV instead of a table.
     """
-    if as_json and as_csv:
-        raise ConfigError("--json and --csv cannot be combined: leave one out")
-    if repetitions < 1:
-        raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
+    check_exclusive({"--json": as_json, "--csv": as_csv})
     if sparse is not None and loading.quantize is not None:
         raise ConfigError("--sparse already sets the weight format: leave out --quantize")
-    lengths, levels, rows_at_once = map(_parse_ints, (prompts, depths, batches))
+    lengths, levels = split_numbers("--prompts", prompts), split_numbers("--depths", depths)
+    rows_at_once = split_numbers("--batches", batches)
 
     import os
     import time
@@ -95,10 +93,3 @@ def bench(
         return write(timing.as_json(rows, about))
     log(", ".join(f"{name} {value}" for name, value in about.items()))
     write(timing.as_csv(rows) if as_csv else timing.as_markdown(rows))
-
-
-def _parse_ints(text: str) -> list[int]:
-    try:
-        return [int(part) for part in split_commas(text)]
-    except ValueError:
-        raise ConfigError(f"expected numbers separated by commas, got {text!r}") from None

@@ -1,11 +1,10 @@
 """`jaxllm chat`: a conversation in a model's chat template."""
 
-import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,65 +19,31 @@ from jaxllm.cli.options import (
     read_options,
     read_steering,
     steering_options,
+    with_chat_template,
 )
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
 from jaxllm.runtime.multihost import broadcast_from_zero
 
 if TYPE_CHECKING:
     from jaxllm.cli.conversation import Conversation
-    from jaxllm.lm import LM
 
 EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 KEYS = """\
 Ctrl-C stops an answer (with --distributed: the chat) or clears the line; twice on an empty line, or
 Ctrl-D, leaves. A paste is one turn; Alt-Enter starts a new line within a turn."""
-
-
-class Command(NamedTuple):
-    """A slash command. argument: "FILE" is required, "[TEXT]" optional, "" means none.
-
-    run: returns the text to log; None leaves the chat.
-    """
-
-    argument: str
-    help: str
-    run: "Callable[[Conversation, str], str | None]"
-
-
-def _set_option(talk: "Conversation", text: str) -> str:
-    name, _, value = text.partition(" ")
-    if not name:
-        return talk.list_options()
-    if not value.strip():
-        raise ConfigError(f"/set {name} needs a value. Give it as JSON; null restores the default")
-    return talk.set_option(name, value.strip())
-
-
+# Slash command -> its argument (FILE is required, [TEXT] optional) and help. Those that neither
+# leave nor list are methods of `Conversation`.
 COMMANDS = {
-    "/help": Command("", "list the commands", lambda talk, _: _format_help()),
-    "/system": Command(
-        "[TEXT]",
-        "set the system message; without TEXT, remove it",
-        lambda talk, text: talk.set_system(text),
-    ),
-    "/undo": Command("", "remove the last line and its answer", lambda talk, _: talk.undo()),
-    "/regenerate": Command(
-        "", "generate another answer to the last line", lambda talk, _: talk.regenerate()
-    ),
-    "/reset": Command(
-        "", "remove all messages but the system message", lambda talk, _: talk.reset()
-    ),
-    "/set": Command(
-        "[NAME VALUE]",
-        "set a generation option, as in temperature 0.9; alone: list them",
-        _set_option,
-    ),
-    "/save": Command(
-        "FILE", "write the messages as JSON; replaces an earlier save", lambda talk, f: talk.save(f)
-    ),
-    "/load": Command("FILE", "continue from saved messages", lambda talk, file: talk.load(file)),
-    "/quit": Command("", "leave; same as /exit and Ctrl-D", lambda talk, _: None),
-    "/exit": Command("", "leave", lambda talk, _: None),
+    "/help": ("", "list the commands"),
+    "/system": ("[TEXT]", "set the system message; without TEXT, remove it"),
+    "/undo": ("", "remove the last line and its answer"),
+    "/regenerate": ("", "generate another answer to the last line"),
+    "/reset": ("", "remove all messages but the system message"),
+    "/set": ("[NAME VALUE]", "set a generation option, as in temperature 0.9; alone: list them"),
+    "/save": ("FILE", "write the messages as JSON; replaces an earlier save"),
+    "/load": ("FILE", "continue from saved messages"),
+    "/quit": ("", "leave; same as /exit and Ctrl-D"),
+    "/exit": ("", "leave"),
 }
 
 
@@ -110,8 +75,12 @@ def chat(
         read_options(None, kind="stream", **options)  # raises before the model is loaded
         vector = read_steering(steer)
         lm = loading.load(model)
+        if lm.tokenizer is None:
+            raise TokenError(f"{lm.path} has no tokenizer, which chat requires. Add its files")
+        from jaxllm.cli.conversation import Conversation
+
         options |= steering_options(vector, lm)
-        talk = _start_conversation(lm, options, system, chat_template)
+        talk = Conversation(with_chat_template(lm, chat_template), options, system)
         if terminal.is_interactive():
             about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
             log(f"{about}, seed {talk.seed}\n/help lists the commands, Ctrl-D leaves")
@@ -136,41 +105,27 @@ def chat(
         raise typer.Exit(status)
 
 
-def _start_conversation(
-    lm: "LM", options: dict[str, Any], system: str | None, chat_template: Path | None
-) -> "Conversation":
-    """Return the conversation before its first line. Raises any error that line would raise."""
-    from jaxllm.cli.conversation import Conversation
-    from jaxllm.convert.registry import read_chat_template
-
-    if lm.tokenizer is None:
-        raise TokenError(f"{lm.path} has no tokenizer, which chat requires. Add its files there")
-    if chat_template is not None:
-        template = read_chat_template(chat_template, lm.path)
-        lm = dataclasses.replace(lm, chat_template=template)
-    return Conversation(lm, options, system)
-
-
-def _format_help() -> str:
-    names = {name: f"{name} {command.argument}".strip() for name, command in COMMANDS.items()}
-    width = max(map(len, names.values()))
-    rows = [f"{names[name]:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join([*rows, KEYS])
-
-
 def _run_command(talk: "Conversation", line: str) -> str | None:
     """Run a slash command; returns the text to log, or None to leave the chat."""
     name, _, text = line.strip().partition(" ")
-    if (command := COMMANDS.get(name)) is None:
+    if name not in COMMANDS:
         raise ConfigError(
             f"no such command: {name!r:.40}. /help lists the commands; a space before the"
             " slash sends the line to the model"
         )
-    if text and not command.argument:
+    argument, _ = COMMANDS[name]
+    if text and not argument:
         raise ConfigError(f"{name} takes no argument: got {text!r:.40}")
-    if not text and command.argument == "FILE":
+    if not text and argument == "FILE":
         raise ConfigError(f"{name} needs a file: for example {name} talk.json")
-    return command.run(talk, text.strip())
+    if name in ("/quit", "/exit"):
+        return None
+    if name == "/help":
+        rows = {f"{name} {what}".strip(): help for name, (what, help) in COMMANDS.items()}
+        width = max(map(len, rows))
+        return "\n".join([*(f"{row:<{width}}  {help}" for row, help in rows.items()), KEYS])
+    found: str = getattr(talk, name[1:])(*[text.strip()] * bool(argument))
+    return found
 
 
 def _read_lines() -> Iterator[str | int]:

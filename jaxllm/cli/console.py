@@ -1,9 +1,11 @@
 """Input and output of the commands: text on stdin and stdout, progress and errors on stderr."""
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from jaxllm.errors import TokenError
 from jaxllm.runtime import multihost, signals
@@ -25,6 +27,20 @@ def write(text: str) -> None:
         _discard_output(sys.stdout)
         raise OSError(error.errno, error.strerror, "stdout") from None
     signals.track_line_end(text)
+
+
+def write_json(report: Any) -> None:
+    """Write a JSON value as one line, with null for NaN and infinity."""
+    from jaxllm.files import finite_json
+
+    write(json.dumps(finite_json(report), ensure_ascii=False) + "\n")
+
+
+def write_rows(rows: Iterable[tuple[str, object]]) -> None:
+    """Write lines of a name and a value, with the values in a column."""
+    lines = [*rows]
+    width = max(len(name) for name, _ in lines)
+    write("".join(f"{name:{width}}  {value}\n" for name, value in lines))
 
 
 def log(text: str) -> None:

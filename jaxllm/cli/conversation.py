@@ -3,6 +3,7 @@
 A method that raises leaves the conversation unchanged. All processes of a group hold the same one.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,10 +61,10 @@ class Conversation:
         self.cache: KVCache | None = None
         self.messages: Messages = []
         self._apply_options({"seed": None, **user_options})
-        self.set_system(system or "")
+        self.system(system or "")
 
     @property
-    def system(self) -> Messages:
+    def system_message(self) -> Messages:
         """The system message as a list, empty if there is none."""
         return [m for m in self.messages[:1] if m["role"] == "system"]
 
@@ -92,35 +93,37 @@ class Conversation:
 
     def reset(self) -> str:
         """Remove all lines and answers."""
-        self.messages = self.system
+        self.messages = self.system_message
         return "all messages removed"
 
-    def set_system(self, text: str) -> str:
+    def system(self, text: str) -> str:
         """Set the system message, or remove it; the lines and answers stay."""
-        before = self.system
+        before = self.system_message
         changed: Messages = [{"role": "system", "content": text}] if text else []
         self._set_messages([*changed, *self.messages[len(before) :]])
         if text:
             return "system message set"
         return f"system message removed (it was: {before[0]['content']})" if before else ""
 
-    def set_option(self, name: str, value: str) -> str:
-        """Set a generation option to a JSON value; null restores the default."""
-        self._apply_options(self.user_options | read_extra_options([f"{name}={value}"], "/set"))
-        return ""
-
-    def list_options(self) -> str:
-        """Return the options set by the user or by the checkpoint, one per line."""
+    def set(self, text: str) -> str:
+        """Set the option of "NAME VALUE", JSON, null for the default; list all without a name."""
         from jaxllm.generation.option_table import OPTIONS
 
+        name, _, value = text.partition(" ")
+        if name and not value.strip():
+            raise ConfigError(
+                f"/set {name} needs a value. Give it as JSON; null restores the default"
+            )
+        if name:
+            changed = read_extra_options([f"{name}={value.strip()}"], "/set")
+            self._apply_options(self.user_options | changed)
+            return ""
         lines = [f"seed = {self.seed}"]
-        lines += [
-            f"{name} = {', '.join(value) if name == 'edits' else json.dumps(value)}"
-            for name, value in self.options.items()
-        ]
-        for name, value in self.lm.generation.items():
+        for name, found in self.options.items():
+            lines += [f"{name} = {', '.join(found) if name == 'edits' else json.dumps(found)}"]
+        for name, found in self.lm.generation.items():
             if name in OPTIONS and OPTIONS[name].from_file and name not in self.options:
-                lines.append(f"{name} = {json.dumps(value)} (generation_config.json)")
+                lines += [f"{name} = {json.dumps(found)} (generation_config.json)"]
         return "\n".join(lines)
 
     def save(self, name: str) -> str:
@@ -135,19 +138,17 @@ class Conversation:
         Raises CheckpointError if the file cannot be read.
         """
         path = Path(name).expanduser()
-        self._set_messages(
-            json.loads(broadcast_from_zero(lambda: json.dumps(_read_messages(path))))
-        )
+        content = broadcast_from_zero(lambda: json.dumps(_read_messages(path)))
+        self._set_messages(json.loads(content))
         return f"{path}: {self._count_turns()} read"
 
     def _count_turns(self) -> str:
         turns = len(self.messages) // 2
-        return (
-            f"{turns} turn{'' if turns == 1 else 's'}{' and a system message' * len(self.system)}"
-        )
+        system = " and a system message" * len(self.system_message)
+        return f"{turns} turn{'s' * (turns != 1)}{system}"
 
     def _check_turn(self) -> None:
-        if len(self.messages) - len(self.system) < 2:
+        if len(self.messages) - len(self.system_message) < 2:
             raise ConfigError("the conversation has no answer yet. Type a line first")
 
     def _apply_options(self, user_options: dict[str, Any]) -> None:
@@ -171,9 +172,12 @@ class Conversation:
     def _generate_answer(self, messages: Messages) -> None:
         """Stream an answer to the last message until it ends or Ctrl-C stops it, and store both."""
         messages, prompt = self._fit_context(messages)
-        text, cache = "", None
+        text, cache, reused = "", None, None
+        if self.cache is not None:
+            with contextlib.suppress(JaxllmError):  # its overflow policy has dropped tokens
+                reused = reuse_prefix(self.cache, prompt, 1)[0]
         seed = (self.seed + self.answers) % 2**64
-        options = {**self.options, "cache": _reuse_cache(self.cache, prompt), "seed": seed}
+        options = {**self.options, "cache": reused, "seed": seed}
         with signals.defer_interrupt(STOP_MESSAGE) as stopped, spinner("reading") as ready:
             for piece in self.lm.stream(prompt, **options):
                 ready()
@@ -190,41 +194,27 @@ class Conversation:
 
         Raises CapacityError if there is no room for an answer.
         """
-        lm, fixed = self.lm, len(self.system)
+        lm, fixed = self.lm, len(self.system_message)
         context = lm.config.context_length
         room = min(int(np.max(self.options.get("max_new_tokens", MIN_ANSWER_TOKENS))), context // 2)
         overflows = self.options.get("overflow", "refuse") != "refuse"
         forgotten = 0
         while len(prompt := lm.chat_prompt(messages)) + room > context:
             if not overflows or len(messages) <= fixed + 1:
-                raise self._length_error(messages, len(prompt), room)
+                assert lm.tokenizer is not None
+                line = len(lm.tokenizer.encode(messages[-1]["content"]))
+                alone = len(lm.chat_prompt([*self.system_message, messages[-1]])) + room <= context
+                remedy = "Use /undo, /reset or /set overflow slide." if alone else "Shorten it."
+                raise CapacityError(
+                    f"the line exceeds the model's context: got {line:,} tokens after"
+                    f" {max(len(prompt) - line, 0):,} of the conversation, plus {room} for an"
+                    f" answer; expected at most {context:,} in total. {remedy}"
+                )
             messages = messages[:fixed] + messages[fixed + 2 :]  # a line and its answer
             forgotten += 1
         if forgotten:
             log(f"(dropped the {forgotten} oldest turns)")
         return messages, prompt
-
-    def _length_error(self, messages: Messages, tokens: int, room: int) -> CapacityError:
-        lm, context = self.lm, self.lm.config.context_length
-        assert lm.tokenizer is not None
-        line = len(lm.tokenizer.encode(messages[-1]["content"]))
-        alone = len(lm.chat_prompt([*self.system, messages[-1]])) + room <= context
-        remedy = "Use /undo, /reset or /set overflow slide." if alone else "Shorten it."
-        return CapacityError(
-            f"the line exceeds the model's context: got {line:,} tokens after"
-            f" {max(tokens - line, 0):,} of the conversation, plus {room} for an answer; expected"
-            f" at most {context:,} in total. {remedy}"
-        )
-
-
-def _reuse_cache(cache: "KVCache | None", prompt: list[int]) -> "KVCache | None":
-    """Return a cache of the shared prefix; None if its overflow policy has dropped tokens."""
-    if cache is None:
-        return None
-    try:
-        return reuse_prefix(cache, prompt, 1)[0]
-    except JaxllmError:
-        return None
 
 
 def _write_messages(path: Path, messages: Messages) -> None:
@@ -243,7 +233,7 @@ def _read_messages(path: Path) -> Messages:
     data = read_json(path)
     CHAT.check(data, path)
     saved: _SavedChat = as_schema(data, _SavedChat, str(path))
-    messages = [{"role": m.role, "content": m.content} for m in saved.messages]
+    messages: Messages = msgspec.to_builtins(saved.messages)
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     roles = [m["role"] for m in turns]
     if roles != ["user", "assistant"] * (len(roles) // 2):

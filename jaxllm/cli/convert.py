@@ -12,6 +12,7 @@ from jaxllm.cli.options import (
     PrecisionFile,
     Strict,
     check_choice,
+    check_exclusive,
     check_folder,
     override_precision,
     parse_dtype,
@@ -34,6 +35,8 @@ Examples:
 
   jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q4_k_m.gguf --to-gguf Q4_K_M
 """
+
+TOKENIZER = {True: "with its tokenizer", False: "no tokenizer found"}
 
 
 def convert(
@@ -70,57 +73,42 @@ def convert(
             f"{target} names a GGUF file: give --to-gguf TYPE (Q8_0, Q4_K_M, F16, ...), or name a"
             " directory"
         )
-    forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
-    if to_hf and to_gguf is not None:
-        raise ConfigError("--to-hf and --to-gguf cannot be combined: leave one out")
-    for form, asked in forms.items():
-        if asked and precision is not None:
-            raise ConfigError(f"{form} and --precision cannot be combined: leave one out")
+    check_exclusive({"--to-hf": to_hf, "--to-gguf": to_gguf, "--precision": precision})
     if keep_quantized is not None and not to_hf:
         raise ConfigError("--keep-quantized requires --to-hf: add it")
     if to_gguf is not None and dtype is not None:
         raise ConfigError("--to-gguf sets the type of all weights: leave out --dtype")
     with spinner("starting"):  # JAX is imported
-        from jaxllm.checkpoints.native import (
-            check_output_directory,
-            dequantize_checkpoint,
-            load_params,
-            save,
-            with_params,
-        )
+        from jaxllm.checkpoints import native
         from jaxllm.convert.hf import write_hf
         from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
     if to_gguf is not None:
-        _write_gguf(model, target, to_gguf, strict)
-        return
-    check_output_directory(target)  # before the work, not after it
+        return _write_gguf(model, target, to_gguf, strict)
+    native.check_output_directory(target)  # before the work, not after it
     opened = quantized = open_checkpoint(model, strict=strict)
     if opened.formats and (to_hf or dtype is not None):
-        opened = dequantize_checkpoint(opened)
+        opened = native.dequantize_checkpoint(opened)
     if dtype is not None:
         opened = cast_checkpoint(opened, dtype)
     if table is not None:
         chosen = override_precision(opened.precision, table, f"--precision {precision}")
-        opened = with_params(opened, load_params(opened, chosen), chosen)
+        opened = native.with_params(opened, native.load_params(opened, chosen), chosen)
     with open_tokenizer_files(opened.directory) as files:
         if to_hf:
             keep = None if keep_quantized is None else (keep_quantized, quantized)
             write_hf(target, opened, files=files, keep=keep)
         else:
-            save(target, opened, files=files)
+            native.save(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
     named = sorted(set(opened.formats.values())) or formats
     if keep_quantized is not None:
         size, named = (target / "model.safetensors").stat().st_size, [keep_quantized]
-    log(
-        f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
-        f" {size / 1e6:.1f} MB, {' and '.join(named)}"
-        + (", with its tokenizer" if files else ", no tokenizer found")
-    )
+    what = f"{len(opened.tensors)} tensors, {size / 1e6:.1f} MB, {' and '.join(named)}"
+    log(f"{target}: {opened.config.model_type}, {what}, {TOKENIZER[bool(files)]}")
 
 
 def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
@@ -132,21 +120,17 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     from jaxllm.text.formats import find_tokenizer_format, read_tree
 
     check_absent(target)
-    check_choice("--to-gguf", kind.upper() if kind.upper() in KINDS else kind, KINDS)
+    kind = kind.upper() if kind.upper() in KINDS else kind
+    check_choice("--to-gguf", kind, KINDS)
     opened = open_checkpoint(model, strict=strict)
     with open_tokenizer_files(opened.directory) as files:
         folder = files[0].parent if files else None
-        spoken = folder is not None and find_tokenizer_format(folder) is not None
-        tokenizer = read_tree(folder) if folder is not None and spoken else None
-        templates = read_templates(folder) if folder is not None and spoken else {}
-        replaced = write_gguf(
-            target, opened, kind.upper(), tokenizer=tokenizer, templates=templates
-        )
-    log(
-        f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
-        f" {kind.upper()}"
-        + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
-    )
+        tokenizer, templates = None, dict[str, str]()
+        if folder is not None and find_tokenizer_format(folder) is not None:
+            tokenizer, templates = read_tree(folder), read_templates(folder)
+        replaced = write_gguf(target, opened, kind, tokenizer=tokenizer, templates=templates)
+    what = f"{target.stat().st_size / 1e6:.1f} MB, {kind}"
+    log(f"{target}: {opened.config.model_type}, {what}, {TOKENIZER[tokenizer is not None]}")
     for name, count in replaced.items():
         log(f"{count} matrices are {name}, as in llama-quantize: their rows do not fill blocks")
 

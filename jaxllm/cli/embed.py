@@ -9,24 +9,31 @@ import typer
 from jaxllm.cli.console import log, read_stdin, write
 from jaxllm.cli.eval_data import read_text_option
 from jaxllm.cli.option_groups import AdapterOptions
-from jaxllm.cli.options import Model, check_writable
+from jaxllm.cli.options import BatchSize, Model, NewFile
 from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost
 
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT|@FILE|-", help="Text, @FILE to read a whole file, or - for stdin; repeatable."
+    ),
+]
+TextFile = Annotated[str | None, typer.Option(help="File with one text per line; - for stdin.")]
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
 
 
 def embed(
     model: Model = "demo:llama",
-    text: Annotated[list[str] | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
-    file: str | None = None,
+    text: Texts = None,
+    file: TextFile = None,
     layer: int = -1,
     pooling: str | None = None,
     normalize: bool | None = None,
     prompt_name: str | None = None,
     instruction: str | None = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 16,
-    out: Path | None = None,
+    batch: BatchSize = 16,
+    out: NewFile = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     loading: AdapterOptions,
@@ -36,8 +43,6 @@ def embed(
     Prints one row per text, in their order.
 
     Args:
-      text: Text, @FILE to read a whole file, or - for stdin; repeatable.
-      file: File with one text per line; - for stdin.
       layer: Layer: 0 is the embedding table, n the output of block n, -1 the last, normed.
       pooling: Pooling over the tokens: mean, last or cls [default: the checkpoint's, else mean].
       normalize: Scale each vector to Euclidean norm 1 [default: the checkpoint's, else not].
@@ -51,9 +56,7 @@ def embed(
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name another file")
-    check_writable("--out", out)
     texts = read_texts(text, file)
-    multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = loading.load(model)
     options: dict[str, Any] = {"prompt_name": prompt_name, "instruction": instruction}
     given = {"pooling": pooling, "normalize": normalize}
@@ -68,17 +71,18 @@ def embed(
 
 
 def read_texts(text: list[str] | None, file: str | None) -> list[str]:
-    """Return the given texts, or the lines of the file."""
-    if bool(text) == (file is not None):
-        raise ConfigError("give either --text (repeatable) or --file")
-    if file is None:
-        return [read_text_option(value) for value in text or []]
+    """Return the given texts, or the lines of the file, the same in all processes of a group."""
     from jaxllm.files import read_text, split_lines
 
-    lines = split_lines(read_stdin() if file == "-" else read_text(Path(file)))
-    if not lines:
+    if bool(text) == (file is not None):
+        raise ConfigError("give either --text (repeatable) or --file")
+    texts = [read_text_option(value) for value in text or []]
+    if file is not None:
+        texts = split_lines(read_stdin() if file == "-" else read_text(Path(file)))
+    if not texts:
         raise ConfigError(f"{file} has no lines")
-    return lines
+    multihost.check_processes_agree({"texts": multihost.digest(texts)})
+    return texts
 
 
 def _save_rows(out: Path, array: Any) -> None:

@@ -1,20 +1,20 @@
 """`jaxllm export`: prefill and decode steps as StableHLO, with their weights."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.console import log, spinner, write, write_json
 from jaxllm.cli.options import (
     AsJson,
+    BatchSize,
     Dtype,
     Model,
     PrecisionFile,
     Quantize,
     check_choice,
-    check_folder,
+    check_new,
     load_model,
     split_commas,
 )
@@ -25,14 +25,16 @@ EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-to
 
 def export(
     model: Model,
-    directory: Annotated[Path, typer.Argument(metavar="OUT", callback=check_folder)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="OUT", callback=check_new("manifest.json", "an export"))
+    ],
     what: str = "prefill,decode",
     form: str = "tokens,positions",
     num_tokens: int = 32,
     max_tokens: int | None = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 1,
+    batch: BatchSize = 1,
     platforms: str | None = None,
-    native: str = "leave-out",
+    native: Literal["keep", "leave-out"] = "leave-out",
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
@@ -61,9 +63,6 @@ def export(
       check: Load the export and compare its logits with the model's.
     """
     inputs = _parse_form(form)
-    from jaxllm.files import check_vacant
-
-    check_vacant(directory, "manifest.json", "an export")
     with spinner("starting"):
         from jaxllm.export import StepSignature, command_line as exporting
     for step in split_commas(what):
@@ -80,7 +79,7 @@ def export(
         max_tokens=lm.config.context_length if max_tokens is None else max_tokens,
         batch=batch,
         platforms=split_commas(platforms) if platforms else None,
-        native=native,  # type: ignore[arg-type]
+        native=native,
         write_mlir=mlir,
     )
     report: dict[str, Any] = {
@@ -93,37 +92,32 @@ def export(
     if check:
         report["difference"] = exporting.compare_logits(lm.model, lm.params, directory)
     if as_json:
-        write(json.dumps(report) + "\n")
-        return
+        return write_json(report)
     for name, size in report["steps"].items():
         write(f"{name}.stablehlo  {size:,} bytes\n")
         names = [i["name"] for i in manifest["steps"][name]["inputs"]]
         few = [n for n in names if not n.startswith("past_key_values")]
         log(f"{name} takes {', '.join(few)}, past_key_values.N.key and .value")
     write(f"weights.safetensors  {report['weights']:,} bytes\n")
-    activations = lm.model.precision.activations
     for name, difference in report.get("difference", {}).items():
-        write(f"{name} differs from forward by {difference:.1e} of the largest logit")
-        write(f" ({activations})\n")
+        found = f"{difference:.1e} of the largest logit ({lm.model.precision.activations})"
+        write(f"{name} differs from forward by {found}\n")
 
 
 # The input signature that each word of --form selects.
-FORMS: dict[str, dict[str, Any]] = {
-    "tokens": {"embeddings": False},
-    "embeddings": {"embeddings": True},
-    "rotary": {"rotary": True},
-    "positions": {"mask": "positions"},
-    "boolean": {"mask": "boolean"},
-    "additive": {"mask": "additive"},
+FORMS: dict[str, tuple[str, Any]] = {
+    "tokens": ("embeddings", False),
+    "embeddings": ("embeddings", True),
+    "rotary": ("rotary", True),
+    **{mask: ("mask", mask) for mask in ("positions", "boolean", "additive")},
 }
 
 
 def _parse_form(text: str) -> dict[str, Any]:
     form: dict[str, Any] = {}
     for word in split_commas(text):
-        if word not in FORMS:
-            raise ConfigError(f"--form must be words of {', '.join(FORMS)}: got {word!r:.40}")
-        for name, value in FORMS[word].items():
-            if form.setdefault(name, value) != value:
-                raise ConfigError(f"--form {text!r:.60}: {word} contradicts an earlier word")
+        check_choice("--form", word, FORMS)
+        name, value = FORMS[word]
+        if form.setdefault(name, value) != value:
+            raise ConfigError(f"--form {text!r:.60}: {word} contradicts an earlier word")
     return form

@@ -1,7 +1,6 @@
 """`jaxllm generate`: continue a text."""
 
 import contextlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -9,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import log, read_stdin, spinner, write
+from jaxllm.cli.console import log, read_stdin, spinner, write, write_json
 from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed
 from jaxllm.cli.options import (
+    AsJson,
     Model,
+    NewFile,
     Overflow,
     Steer,
     Stop,
-    check_writable,
     load_model,
     read_options,
     read_steering,
@@ -40,12 +40,12 @@ def generate(
     stop: Stop = None,
     overflow: Overflow = None,
     steer: Steer = None,
-    prompt_cache: Path | None = None,
+    prompt_cache: NewFile = None,
     draft: str | None = None,
     echo: bool = False,
     chat: bool = False,
     special_tokens: Annotated[bool, typer.Option("--special-tokens/--no-special-tokens")] = True,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: AsJson = False,
     server: Annotated[str | None, typer.Option(metavar="URL|PATH")] = None,
     api_key: str | None = None,
     *,
@@ -79,8 +79,12 @@ def generate(
     if server is not None:
         if steer:
             raise ConfigError("--steer requires a local model. A server has its own vectors")
-        _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
-        return
+        from jaxllm.server.ask import print_answer
+
+        asked = _read_server_options(sampling, stop)
+        text = read_stdin().rstrip("\n") if text == "-" else text
+        how: Any = {"chat": chat, "echo": echo, "as_json": as_json, "model": model, "key": api_key}
+        return print_answer(server, text, asked, **how)
     with spinner("starting"):  # JAX is imported
         early_imports.import_jax()
     options = read_options(
@@ -96,15 +100,16 @@ def generate(
         for option, value in ("--prompt-cache", prompt_cache), ("--draft", draft):
             if value:
                 raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
-    check_writable("--prompt-cache", prompt_cache)
     vector = read_steering(steer)
-    asked = time.perf_counter()
+    waited = time.perf_counter()
     text = read_stdin().rstrip("\n") if text == "-" else text
-    start += time.perf_counter() - asked  # typing does not count as load time
+    start += time.perf_counter() - waited  # typing does not count as load time
     lm = loading.load(model).with_adapter(options.pop("adapter", None))
     from jaxllm.cache import save_cache
+    from jaxllm.generation.decoders import PlainGeneration
+    from jaxllm.generation.options import select_decoder
     from jaxllm.generation.options.resolve import uses_sampling
-    from jaxllm.ops.compile_cache import time_compiling
+    from jaxllm.ops.compile_cache import has_compile_cache, time_compiling
 
     options |= steering_options(vector, lm)
     tokens = _encode_prompt(lm, text, chat, special_tokens)
@@ -117,7 +122,8 @@ def generate(
         write(text)
     if draft:
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
-    if not _can_stream(options):
+    plain = select_decoder(options) is PlainGeneration
+    if not plain or options.get("num_return_sequences", 1) != 1:
         return _print_completions(lm, text, tokens, options, seed, as_json)
     pieces: list[StreamChunk] = []
     with spinner("compiling and reading the prompt") as ready, time_compiling() as compiling:
@@ -148,51 +154,29 @@ def generate(
             "compile_s": round(compiled, 3),
             "tokens_per_second": round(last.tokens_per_second, 2) or None,
         }
-        write(json.dumps(report, ensure_ascii=False) + "\n")
+        write_json(report)
     elif sys.stdout.isatty():
         write("\n")
     if last.grammar_complete is False:
         log("the text ends before the grammar does: give it more tokens (-n)")
     drawn = "" if seed is None else f"; seed {seed}"
     rate = last.tokens_per_second  # 0 for too few tokens to measure it
+    reused = "; the next run reuses the programs" if has_compile_cache() else ""
+    compiling_time = f" ({compiled:.1f} s of it compiling{reused})" if compiled >= 0.1 else ""
     log(
         f"{len(pieces)} tokens ({last.finish_reason}){f', {rate:.1f} tokens/s' if rate else ''}"
-        f"{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
-        + _describe_compiling(compiled)
+        f"{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f}"
+        f" s{compiling_time}"
     )
 
 
-def _ask_server(
-    server: str,
-    key: str | None,
-    text: str,
-    stop: list[str] | None,
-    sampling: SamplingOptions,
-    model: str,
-    chat: bool,
-    echo: bool,
-    as_json: bool,
-) -> None:
-    """Print a server's answer: the way of `server.ask.main` for all other options."""
-    from jaxllm.server.ask import print_answer
-
-    seed = sampling.parse_seed("random")
+def _read_server_options(sampling: SamplingOptions, stop: list[str] | None) -> dict[str, Any]:
+    """Return the options of a request, with the names of OpenAI's interface."""
     options = read_options(sampling.more, stop_strings=stop, **sampling.options)
+    seed = sampling.parse_seed("random")
     options["seed"] = None if seed == "random" else seed
     renamed = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-    options = {renamed.get(name, name): value for name, value in options.items()}
-    text = read_stdin().rstrip("\n") if text == "-" else text
-    print_answer(server, text, options, chat=chat, echo=echo, as_json=as_json, model=model, key=key)
-
-
-def _describe_compiling(seconds: float) -> str:
-    """Return how long compiling took, and whether the next run reuses the programs."""
-    from jaxllm.ops.compile_cache import has_compile_cache
-
-    if seconds < 0.1:
-        return ""
-    later = "; the next run reuses the programs" if has_compile_cache() else ""
-    return f" ({seconds:.1f} s of it compiling{later})"
+    return {renamed.get(name, name): value for name, value in options.items()}
 
 
 def _read_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
@@ -249,15 +233,6 @@ def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     return cache
 
 
-def _can_stream(options: dict[str, Any]) -> bool:
-    """Return whether these options yield one text that can be streamed."""
-    from jaxllm.generation.decoders import PlainGeneration
-    from jaxllm.generation.options import select_decoder
-
-    plain = select_decoder(options) is PlainGeneration
-    return plain and options.get("num_return_sequences", 1) == 1
-
-
 def _print_completions(
     lm: "LM",
     prompt: str,
@@ -281,7 +256,7 @@ def _print_completions(
                 "drafted": completion.draft_stats,
                 "seed": seed,
             }
-            write(json.dumps(report, ensure_ascii=False) + "\n")
+            write_json(report)
             continue
         about = "" if completion.score is None else f" (score {completion.score:.3f})"
         if completion.draft_stats is not None:

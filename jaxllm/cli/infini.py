@@ -5,14 +5,14 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, spinner
-from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, NewModel, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm infini demo:llama remembering --segment 128 --update delta_once"
 
 
 def infini(
     model: Model,
-    target: Out,
+    target: NewModel,
     segment: Annotated[int, typer.Option(min=1)] = 128,
     update: str = "linear",
     gate: float = -4.0,
@@ -33,11 +33,9 @@ def infini(
       gate: Initial gate logit; sigmoid of it is the share of the memory.
     """
     with spinner("starting"):
-        from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.train.infini import check_update, with_memory
 
     rule = check_update(update)
-    check_output_directory(target)  # before the work, not after it
     lm = load_model(model, dtype, quantize=quantize)
     converted = with_memory(lm, segment, update=rule, gate=gate)
     converted.save(target)

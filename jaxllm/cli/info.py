@@ -1,9 +1,8 @@
 """`jaxllm info`: facts about a checkpoint."""
 
-import json
 from collections import Counter
 
-from jaxllm.cli.console import spinner, write
+from jaxllm.cli.console import spinner, write_json, write_rows
 from jaxllm.cli.options import AsJson, Model, Strict
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
@@ -51,19 +50,16 @@ def info(
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }
     if as_json:
-        write(json.dumps(facts) + "\n")
-        return
-    width = max(map(len, facts))
+        return write_json(facts)
+    width, shown = max(map(len, facts)), dict[str, object]()
     for name, value in facts.items():
-        shown = f"{value:,}" if type(value) is int else value
-        if name == "quantized" and isinstance(value, tuple):
-            shown = f"by {len(value)} rules"
-        elif name == "formats":
-            shown = ", ".join(f"{count} {format}" for format, count in value.items())
-        elif name == "ignored":
-            shown = ", ".join(value)
-        elif name == "recipe":
-            shown = f"\n{'':{width}}  ".join(value)
-        elif isinstance(value, dict):
-            shown = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
-        write(f"{name:{width}}  {shown}\n")
+        shown[name] = f"{value:,}" if type(value) is int else value
+        if isinstance(value, dict):
+            shown[name] = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+    if isinstance(opened.precision.quantize, tuple):
+        shown["quantized"] = f"by {len(opened.precision.quantize)} rules"
+    formats = Counter(opened.formats.values())
+    shown["formats"] = ", ".join(f"{formats[name]} {name}" for name in sorted(formats))
+    shown["ignored"] = ", ".join(opened.ignored)
+    shown["recipe"] = f"\n{'':{width}}  ".join(opened.recipe)
+    write_rows(shown.items())

@@ -1,16 +1,14 @@
 """`jaxllm lens`: which token the model would name after each layer."""
 
-import enum
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, write, write_json
 from jaxllm.cli.eval_data import read_text_option
 from jaxllm.cli.option_groups import AdapterOptions
-from jaxllm.cli.options import Model, check_plot_file, check_writable
+from jaxllm.cli.options import Model, NewFile, Plot
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +23,7 @@ Examples:
   jaxllm lens demo:llama -p 'One day' --fit tuned --text @story.txt --save tuned.safetensors
 """
 CELL = 10  # characters of a token in the table
-
-
-class Kind(enum.StrEnum):
-    tuned = "tuned"
-    jacobian = "jacobian"
+Kind = Literal["tuned", "jacobian"]
 
 
 def lens(
@@ -40,9 +34,9 @@ def lens(
     text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
     window: Annotated[int, typer.Option(min=2)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 200,
-    save: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    save: NewFile = None,
     top: Annotated[int, typer.Option(min=1)] = 1,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png")] = None,
+    plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     loading: AdapterOptions,
@@ -55,7 +49,7 @@ def lens(
     Args:
       prompt: Text to read.
       file: Lens to use, a file that --save wrote [default: the logit lens].
-      fit: Lens to fit first: tuned or jacobian.
+      fit: Lens to fit first.
       text: Text to fit it to.
       window: Tokens per piece of that text.
       steps: Optimizer steps of a tuned lens.
@@ -68,8 +62,6 @@ def lens(
         raise ConfigError("--fit requires --text, and --text and --save require --fit")
     if fit is not None and file is not None:
         raise ConfigError("give --lens or --fit, not both")
-    check_plot_file("--plot", plot)
-    check_writable("--save", save)
     if save is not None:
         from jaxllm.convert.gguf.writer import check_absent
 
@@ -95,13 +87,12 @@ def lens(
     prob_LTK = np.exp(logprob_LTK)
     if as_json:
         layers = [
-            [[[g, round(float(p), 6)] for g, p in zip(*pair, strict=True)]
-             for pair in zip(*row, strict=True)]
-            for row in zip(guesses, prob_LTK, strict=True)
-        ]  # fmt: skip
-        write(json.dumps({"tokens": pieces, "layers": layers}, ensure_ascii=False) + "\n")
+            [[[*pair] for pair in zip(*best, strict=True)] for best in zip(*row, strict=True)]
+            for row in zip(guesses, np.round(prob_LTK.astype(float), 6).tolist(), strict=True)
+        ]
+        write_json({"tokens": pieces, "layers": layers})
     else:
-        _write_table(pieces, guesses, prob_LTK)
+        _write_table(pieces, guesses)
     if plot is not None:
         from jaxllm.inside.plots import plot_lens
 
@@ -116,24 +107,24 @@ def _fit_lens(lm: "LM", kind: Kind, text: str, window: int, steps: int) -> "Lens
     ids, window = lm.encode(text), min(window, lm.config.context_length)
     texts = [ids[i : i + window] for i in range(0, len(ids), window)]
     args = (lm.model, lm.params, texts)
-    if kind is Kind.tuned:
+    if kind == "tuned":
         fitted = inside.fit_tuned_lens(*args, steps=steps, log=log)
     else:
         fitted = inside.fit_jacobian_lens(*args)
-    for name, one in (("logit", None), (kind.value, fitted)):
+    for name, one in (("logit", None), (kind, fitted)):
         divergence = " ".join(f"{x:.3f}" for x in inside.lens_divergence(*args, one))
         log(f"divergence of the {name} lens from the model on this text, in nats: {divergence}")
     return fitted
 
 
-def _write_table(pieces: list[str], guesses: list[list[list[str]]], prob_LTK: object) -> None:
+def _write_table(pieces: list[str], guesses: list[list[list[str]]]) -> None:
     """Write one line per token: its text, and what each layer would name next."""
-    heads = [f"layer {layer}" for layer in range(len(guesses))]
-    write(" ".join(f"{head:<{CELL}}" for head in ["token", *heads]).rstrip() + "\n")
+    lines = [["token", *(f"layer {layer}" for layer in range(len(guesses)))]]
     for number, piece in enumerate(pieces):
         for rank in range(len(guesses[0][0])):
-            cells = [piece if rank == 0 else "", *(row[number][rank] for row in guesses)]
-            write(" ".join(f"{cell[:CELL]:<{CELL}}" for cell in cells).rstrip() + "\n")
+            lines += [["" if rank else piece, *(row[number][rank] for row in guesses)]]
+    for cells in lines:
+        write(" ".join(f"{cell[:CELL]:<{CELL}}" for cell in cells).rstrip() + "\n")
 
 
 def _show(lm: "LM", token: int) -> str:

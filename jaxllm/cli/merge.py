@@ -7,7 +7,7 @@ import typer
 
 from jaxllm.cli.console import log, spinner
 from jaxllm.cli.eval_data import Text, bos_id, describe_text, make_loader, read_corpus
-from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Out, Quantize, load_model
+from jaxllm.cli.options import Dtype, Exact, Mesh, Model, NewModel, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ ROWS, WIDTH = 8, 128  # of the texts sampled from the model for the measurement
 
 def merge(
     model: Model,
-    target: Out,
+    target: NewModel,
     adapter: Annotated[str, typer.Option("--adapter", metavar="DIR")],
     format: str = "float32",
     dtype: Dtype = None,
@@ -42,11 +42,9 @@ def merge(
       format: Format of the merged matrices: float32, or bfloat16, int8, ... which round the sum.
     """
     with spinner("starting"):  # JAX is imported
-        from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.weights.formats import parse_format
 
     parse_format(format)
-    check_output_directory(target)  # before the work, not after it
     corpus = None if text is None else read_corpus(text, None, False)
     lm = load_model(model, dtype, quantize=quantize, adapters=[adapter], mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.divergence import divergence

@@ -4,9 +4,9 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jaxllm.weights.precision import Precision
 
 
+V = TypeVar("V", int, float)
+
+
 def parse_dtype(name: str | None) -> str | None:
     """Return a dtype by its full name. Raises ConfigError for an unknown name."""
     from jaxllm.runtime.validation import check_dtype
@@ -34,12 +37,33 @@ def parse_cache_dtype(name: str | None) -> str | None:
     return name if name == "int8" else parse_dtype(name)
 
 
+def check_paths(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a command's model or adapter is neither a file nor a directory.
+
+    A Hugging Face repository (`hf:`) is not checked: that would download it.
+    """
+    from jaxllm.checkpoints.resolve import resolve_path
+
+    model = values.get("model")
+    if model is not None and not model.startswith("hf:") and not values.get("server"):
+        try:
+            resolve_path(model)
+        except CheckpointError as error:
+            unread = "prompt" in values and not values["prompt"]
+            hint = " Give a prompt after the model, or with -p." if unread else ""
+            raise CheckpointError(f"{error}{hint}") from None
+    adapters = values.get("adapter") or []
+    for item in adapters if isinstance(adapters, list) else [adapters]:  # DIR or NAME=DIR
+        path = str(item).partition("=")[2] or str(item)
+        if not os.path.exists(path):
+            raise CheckpointError(f"--adapter: {path} does not exist")
+
+
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Checkpoint directory, GGUF file, demo (demo:llama, demo:gpt2) or hf:owner/name. Also"
-        " as -m MODEL or --model MODEL.",
+        help="Checkpoint directory, GGUF file, demo (demo:llama, demo:gpt2) or hf:owner/name.",
     ),
 ]
 Dtype = Annotated[
@@ -98,14 +122,55 @@ def check_folder(out: Path) -> Path:
     return out
 
 
+def check_new(last_file: str, what: str) -> Callable[[Path], Path]:
+    """Return a check of an output folder: that it can be written, and does not hold `what`."""
+
+    def check(out: Path) -> Path:
+        from jaxllm.files import check_vacant
+
+        check_vacant(check_folder(out), last_file, what)
+        return out
+
+    return check
+
+
+def _check_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    check_writable(max(param.opts, key=len), path)
+    return path
+
+
+def _check_plot(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check before the work that a PNG file can be drawn and written."""
+    option = max(param.opts, key=len)
+    check_writable(option, path)
+    if path is not None:
+        from jaxllm.files.plots import check_plot
+
+        check_plot(option)
+    return path
+
+
+def _check_self_extend(text: str | None) -> str | None:
+    return text and ",".join(map(str, parse_self_extend(text)))
+
+
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", callback=check_folder, help="Directory to write.")
 ]
+NewModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", callback=check_new("config.json", "a checkpoint"), help="Directory to write."
+    ),
+]
+NewFile = Annotated[Path | None, typer.Option(callback=_check_file)]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_plot)]
+BatchSize = Annotated[int, typer.Option("--batch-size", "--batch", min=1)]
 SelfExtend = Annotated[
     str | None,
     typer.Option(
         metavar="G,W",
-        callback=lambda text: text and ",".join(map(str, parse_self_extend(text))),
+        callback=_check_self_extend,
         help="Self-Extend (longer contexts without training): group size G beyond a neighbor window"
         " of W tokens, for example 8,512.",
     ),
@@ -262,11 +327,12 @@ def steering_options(directions: dict[int, Any], lm: "LM") -> dict[str, Any]:
 
 def read_json_option(option: str, file: Path) -> Any:
     """Return the content of an option's JSON file. Raises ConfigError if it cannot be read."""
-    from jaxllm.files import parse_json, read_text
+    from jaxllm.files import parse_json
 
+    text = read_text_option(option, file)
     try:
-        return parse_json(read_text(file), str(file), ConfigError)
-    except (CheckpointError, ConfigError) as error:
+        return parse_json(text, str(file), ConfigError)
+    except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from None
 
 
@@ -278,6 +344,15 @@ def read_text_option(option: str, file: Path) -> str:
         return read_text(file)
     except CheckpointError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def with_chat_template(lm: "LM", file: Path | None) -> "LM":
+    """Return a model with the chat template of a file, if one is given."""
+    from jaxllm.convert.registry import read_chat_template
+
+    if file is None:
+        return lm
+    return dataclasses.replace(lm, chat_template=read_chat_template(file, lm.path))
 
 
 def override_precision(base: "Precision", data: Any, where: str) -> "Precision":
@@ -296,36 +371,23 @@ def override_precision(base: "Precision", data: Any, where: str) -> "Precision":
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Check before the work that an option's file can be written. In a group of processes the
-    first one checks and all raise.
+    """Raise CheckpointError if an option's file cannot be written; call it before the work.
 
-    Raises:
-      CheckpointError: its folder does not exist or is not writable, or it is a directory.
+    In a group of processes the first one checks and all raise.
     """
-    if path is not None:
-        multihost.run_on_process_zero(lambda: _check_writable(option, path))
 
+    def complain() -> str:
+        if path is None:
+            return ""
+        if not path.parent.is_dir():
+            return f"{option} {path}: {path.parent} is not a directory"
+        if path.is_dir():
+            return f"{option} {path} is a directory; name a file"
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        return "" if writable else f"{option} {path}: no write permission"
 
-def _check_writable(option: str, path: Path) -> None:
-    folder = path.parent
-    if not folder.is_dir():
-        raise CheckpointError(f"{option} {path}: {folder} is not a directory")
-    if path.is_dir():
-        raise CheckpointError(f"{option} {path} is a directory; name a file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise CheckpointError(f"{option} {path}: no write permission")
-
-
-def check_plot_file(option: str, path: Path | None) -> None:
-    """Check before the work that an option's PNG file can be drawn and written.
-
-    Raises ConfigError if matplotlib is missing, and what `check_writable` raises.
-    """
-    check_writable(option, path)
-    if path is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot(option)
+    if complaint := multihost.broadcast_from_zero(complain):
+        raise CheckpointError(complaint)
 
 
 def parts_dir(target: Path) -> Path:
@@ -340,9 +402,25 @@ def check_choice(option: str, value: str, names: Iterable[str]) -> None:
         raise ConfigError(f"{option} must be one of {', '.join(names)}, got {value!r:.60}")
 
 
+def check_exclusive(given: Mapping[str, object]) -> None:
+    """Raise ConfigError if more than one option has a value; call it before a model opens."""
+    names = [name for name, value in given.items() if value not in (None, False)]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} cannot be combined: leave one out")
+
+
 def split_commas(text: str) -> list[str]:
     """Return the parts of a comma-separated text, without empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def split_numbers(option: str, text: str, kind: Callable[[str], V] = int) -> list[V]:
+    """Return comma-separated numbers. Raises ConfigError for any other text."""
+    try:
+        return [kind(part) for part in split_commas(text)]
+    except ValueError:
+        found = f"got {text!r:.60}"
+        raise ConfigError(f"{option} must be numbers separated by commas, {found}") from None
 
 
 def read_options(

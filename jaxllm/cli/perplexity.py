@@ -1,21 +1,19 @@
 """`jaxllm perplexity`: perplexity of a text, and divergence between two models on it."""
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.eval_data import BOS, describe_text, encode_corpus
+from jaxllm.cli.console import log, spinner, write_json, write_rows
+from jaxllm.cli.eval_data import BOS, Corpus, describe_text, encode_corpus
 from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions
 from jaxllm.cli.options import (
     AsJson,
     Model,
+    NewFile,
+    Plot,
     SelfExtend,
     check_choice,
-    check_plot_file,
-    check_writable,
     load_model,
     parse_dtype,
 )
@@ -23,8 +21,6 @@ from jaxllm.errors import ConfigError, TokenError
 from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
-    from jaxllm.cli.eval_data import Corpus
-    from jaxllm.evaluate.likelihood.divergence import Divergence
     from jaxllm.evaluate.likelihood.perplexity import Bucket, Estimate, Perplexity
     from jaxllm.lm import LM
 
@@ -49,10 +45,10 @@ def perplexity(
     compare: str | None = None,
     other_dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
     other_quantize: str | None = None,
-    journal: Path | None = None,
+    journal: NewFile = None,
     by_position: bool = False,
     buckets: int | None = None,
-    picture: Path | None = None,
+    picture: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a text: perplexity, KL divergence.
@@ -78,11 +74,14 @@ def perplexity(
       buckets: Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...].
       picture: PNG file to draw: the loss by position.
     """
-    from jaxllm.files import finite_json
-
-    check_writable("--journal", journal)
     alone = compare is None and other_dtype is None and other_quantize is None
-    _check_by_position(by_position, alone, buckets, picture)
+    if not by_position and (buckets is not None or picture is not None):
+        raise ConfigError("--buckets and --picture require --by-position")
+    if by_position and not alone:
+        raise ConfigError(
+            "--by-position measures one model: run it once for each, and leave out --compare and"
+            " --other-*"
+        )
     if journal is not None and multihost.is_multiprocess():
         raise ConfigError("--journal cannot be combined with --distributed: leave one out")
     corpus = eval_text.read(separate)
@@ -95,67 +94,48 @@ def perplexity(
     if other_quantize is not None:
         freeze_rules(other_quantize)
     lm = loading.load(model, self_extend=self_extend)
+    from jaxllm.evaluate.likelihood import perplexity as positions
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
-    from jaxllm.evaluate.likelihood.perplexity import (
-        Perplexity,
-        bucket_edges,
-        bucket_losses,
-        measures_to_json,
-        plot,
-        token_logprobs,
-        token_positions,
-    )
+    from jaxllm.evaluate.likelihood.perplexity import Perplexity, measures_to_json, token_logprobs
 
     loader, facts = eval_text.make_loader(lm, corpus, protocol=protocol, bos=bos, limit=limit)
     dtype, quantize = loading.dtype, loading.quantize
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
+    rows = [("text", describe_text(facts))]
     if alone:
-        edges = bucket_edges(loader.width, buckets) if by_position else []
+        edges = positions.bucket_edges(loader.width, buckets) if by_position else []
         logprob_N = token_logprobs(lm.model, lm.params, loader, journal=journal)
         result = Perplexity.from_logprobs(logprob_N)
         report |= measures_to_json(result)
-        rows = [("text", describe_text(facts)), *_perplexity_lines(result)]
+        rows += _perplexity_lines(result)
         if by_position:
-            losses = bucket_losses(logprob_N, token_positions(loader), edges)
+            losses = positions.bucket_losses(logprob_N, positions.token_positions(loader), edges)
             report["by_position"] = [_bucket_json(bucket) for bucket in losses]
             rows += [("position", "tokens   nats per token"), *map(_bucket_line, losses)]
             if picture is not None:
-                plot(losses, result.nll.mean, picture, f"{model}: loss by position")
+                title = f"{model}: loss by position"
+                positions.plot(losses, result.nll.mean, picture, title)
                 log(f"{picture} written")
     else:
-        other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
+        names = {"model": compare or model, "dtype": other_dtype or dtype}
+        other = load_model(compare or model, names["dtype"], quantize=other_quantize)
         check_pair(lm.model, other.model)
         _check_tokenizers(lm, other, corpus)
         both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)
-        names = {"model": compare or model, "dtype": other_dtype or dtype}
         report |= measures_to_json(both.reference)
         report["other"] = {**names, "quantize": other_quantize, **measures_to_json(both.other)}
         report["divergence"] = measures_to_json(both)
-        rows = [
-            ("text", describe_text(facts)),
+        quantiles = f"median {both.kl_median:.3g}, p99 {both.kl_p99:.3g}, max {both.kl_max:.3g}"
+        kl, same = both.kl, both.same_top
+        rows += [
             *_perplexity_lines(both.reference),
-            *_divergence_lines(both),
+            ("perplexity, other", _format_estimate(both.other.perplexity)),
+            ("perplexity ratio", _format_estimate(both.perplexity_ratio)),
+            ("KL divergence", f"{kl.mean:.3g} +/- {kl.error:.2g} nats; {quantiles}"),
+            ("same top-1", f"{same.mean:.2%} +/- {same.error:.2%}"),
+            ("change of p", f"{_format_estimate(both.delta_p)}; RMS {both.delta_p_rms:.5f}"),
         ]
-    if as_json:
-        write(json.dumps(finite_json(report)) + "\n")
-        return
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        write(f"{name:{width}}  {value}\n")
-
-
-def _check_by_position(
-    requested: bool, single_model: bool, buckets: int | None, picture: Path | None
-) -> None:
-    """Raise ConfigError for options that cannot be combined, before anything is loaded."""
-    if not requested and (buckets is not None or picture is not None):
-        raise ConfigError("--buckets and --picture require --by-position")
-    if requested and not single_model:
-        raise ConfigError(
-            "--by-position measures one model: run it once for each, and leave out --compare and"
-            " --other-*"
-        )
-    check_plot_file("--picture", picture)
+    write_json(report) if as_json else write_rows(rows)
 
 
 def _bucket_json(bucket: "Bucket") -> dict[str, Any]:
@@ -177,7 +157,7 @@ def _bucket_line(bucket: "Bucket") -> tuple[str, str]:
     return f"  {name}", f"{bucket.tokens:<8,} {shown}"
 
 
-def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
+def _check_tokenizers(lm: "LM", other: "LM", corpus: Corpus) -> None:
     """Raise TokenError if the other model encodes the text differently."""
     if lm.tokenizer is None or other.tokenizer is None or lm.path == other.path:
         return
@@ -185,22 +165,11 @@ def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
         raise TokenError(f"{lm.path} and {other.path} encode the text to different tokens")
 
 
-def _perplexity_lines(result: "Perplexity", suffix: str = "") -> list[tuple[str, str]]:
+def _perplexity_lines(result: "Perplexity") -> list[tuple[str, str]]:
     return [
-        (f"tokens scored{suffix}", f"{result.tokens:,}"),
-        (f"negative log-likelihood{suffix}", f"{_format_estimate(result.nll)} nats per token"),
-        (f"perplexity{suffix}", _format_estimate(result.perplexity)),
-    ]
-
-
-def _divergence_lines(result: "Divergence") -> list[tuple[str, str]]:
-    quantiles = f"median {result.kl_median:.3g}, p99 {result.kl_p99:.3g}, max {result.kl_max:.3g}"
-    return [
-        _perplexity_lines(result.other, ", other")[-1],
-        ("perplexity ratio", _format_estimate(result.perplexity_ratio)),
-        ("KL divergence", f"{result.kl.mean:.3g} +/- {result.kl.error:.2g} nats; {quantiles}"),
-        ("same top-1", f"{result.same_top.mean:.2%} +/- {result.same_top.error:.2%}"),
-        ("change of p", f"{_format_estimate(result.delta_p)}; RMS {result.delta_p_rms:.5f}"),
+        ("tokens scored", f"{result.tokens:,}"),
+        ("negative log-likelihood", f"{_format_estimate(result.nll)} nats per token"),
+        ("perplexity", _format_estimate(result.perplexity)),
     ]
 
 

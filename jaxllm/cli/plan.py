@@ -1,15 +1,13 @@
 """`jaxllm plan`: estimate memory and communication of a model on a device mesh."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import spinner, write
-from jaxllm.cli.options import AsJson, Dtype, Model, Quantize
-from jaxllm.errors import ConfigError
+from jaxllm.cli.console import spinner, write, write_json
+from jaxllm.cli.options import AsJson, BatchSize, Dtype, Model, Quantize, check_exclusive
 
 EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
 
@@ -17,9 +15,9 @@ EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024
 def plan(
     model: Model = "demo:llama",
     mesh: str | None = None,
-    devices: int | None = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 1,
-    context: int | None = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=1 << 20)] = None,
+    batch: BatchSize = 1,
+    context: Annotated[int | None, typer.Option(min=1)] = None,
     hardware: str = "h100",
     goal: str = "latency",
     microbatches: int | None = None,
@@ -50,19 +48,11 @@ def plan(
         from jaxllm.plan.open_model import open_for_planning
         from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
         from jaxllm.plan.search import check_goal, propose_meshes
-        from jaxllm.runtime.validation import check_int
         from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
         from jaxllm.sharding.partition_rules import fit_mesh
         from jaxllm.weights.precision import freeze_rules
 
-    if mesh is not None and devices is not None:
-        raise ConfigError("--mesh and --devices cannot be combined: leave one out")
-    check_int("--batch", batch, 1, error=ConfigError)
-    device_count = (
-        None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
-    )
-    if context is not None:
-        check_int("--context", context, 1, error=ConfigError)
+    check_exclusive({"--mesh": mesh, "--devices": devices})
     check_goal(goal)
     mesh_axes = None if mesh is None else parse_mesh(mesh)
     device = parse_hardware(hardware)
@@ -75,12 +65,9 @@ def plan(
     context = context if context is not None else opened.config.default_cache_size
     axes = MeshSpec() if mesh_axes is None else fit_mesh(mesh_axes, opened.config)
     query = PlanQuery(opened, precision, device, axes, batch, context, exact, microbatches)
-    if device_count is None:
-        estimate = estimate_plan(query)
-        write(json.dumps(plan_to_dict(estimate)) + "\n" if as_json else format_plan(estimate))
-        return
-    plans = propose_meshes(query, device_count, goal)
+    plans = [estimate_plan(query)] if devices is None else propose_meshes(query, devices, goal)
     if as_json:
-        write(json.dumps([plan_to_dict(plan) for plan in plans]) + "\n")
-        return
-    write(f"{format_ranking(plans)}\nthe first of them:\n\n{format_plan(plans[0])}")
+        found = [plan_to_dict(plan) for plan in plans]
+        return write_json(found[0] if devices is None else found)
+    ranking = "" if devices is None else f"{format_ranking(plans)}\nthe first of them:\n\n"
+    write(f"{ranking}{format_plan(plans[0])}")

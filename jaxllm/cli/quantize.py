@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, spinner
-from jaxllm.cli.options import Dtype, Model, Out, read_json_option
+from jaxllm.cli.options import Dtype, Model, NewModel, read_json_option
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -20,7 +20,7 @@ Examples:
 
 def quantize(
     model: Model,
-    target: Out,
+    target: NewModel,
     bits: int = 8,
     group: int | None = None,
     zero_point: bool = False,
@@ -43,31 +43,22 @@ def quantize(
       rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
     """
     with spinner("starting"):  # JAX is imported
-        from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
         from jaxllm.weights.quantize import resolve_rules
         from jaxllm.weights.sparse_speed import log_slow_formats
 
-    chosen = (
-        read_rules(rules) if rules else name or _format_name(bits, group, zero_point, half_scales)
-    )
-    formats = [row[1] for row in resolve_rules(chosen)]
-    check_output_directory(target)  # before the work, not after it
-    log_slow_formats(formats, log)
+    grouped = f"-g{group}" if group else "" if bits == 8 else "-g64"
+    named = f"int{bits}{grouped}{'-zp' * zero_point}{'-f16' * half_scales}"
+    chosen = read_rules(rules) if rules else name or named
+    rows = resolve_rules(chosen)
+    log_slow_formats([format for _, format in rows], log)
     load(model, dtype=dtype, quantize=chosen).save(target)
     opened, result = open_checkpoint(model), open_checkpoint(target)
     before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, result))
-    log(
-        f"{target}: {len(result.formats)} matrices in"
-        f" {', '.join(sorted(set(result.formats.values())))}; {before / 1e6:.1f} MB to"
-        f" {after / 1e6:.1f} MB"
-    )
-
-
-def _format_name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> str:
-    grouped = f"-g{group}" if group else ("" if bits == 8 else "-g64")
-    return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
+    formats = sorted(set(result.formats.values()))
+    sizes = f"{before / 1e6:.1f} MB to {after / 1e6:.1f} MB"
+    log(f"{target}: {len(result.formats)} matrices in {', '.join(formats)}; {sizes}")
 
 
 def read_rules(file: Path) -> list[tuple[str, str | None]]:

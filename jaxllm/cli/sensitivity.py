@@ -1,10 +1,6 @@
 """`jaxllm sensitivity`: which parts of a model lose most from lower precision."""
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.console import log, spinner, write, write_json
 from jaxllm.cli.eval_data import describe_text
 from jaxllm.cli.option_groups import EvalTextOptions
 from jaxllm.cli.options import (
@@ -13,13 +9,10 @@ from jaxllm.cli.options import (
     Exact,
     Mesh,
     Model,
+    Plot,
     check_choice,
-    check_plot_file,
     load_model,
 )
-
-if TYPE_CHECKING:
-    from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
 
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
@@ -33,7 +26,7 @@ def sensitivity(
     dtype: Dtype = None,
     mesh: Mesh = None,
     exact: Exact = False,
-    plot: Path | None = None,
+    plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank groups of matrices by the cost of lower precision.
@@ -49,7 +42,6 @@ def sensitivity(
       limit: Maximum number of windows.
       plot: PNG file to draw: the ranking.
     """
-    check_plot_file("--plot", plot)
     corpus = eval_text.read()
     with spinner("starting"):
         from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
@@ -57,8 +49,8 @@ def sensitivity(
     check_choice("--by", by, GROUPINGS)
     parse_format(format)
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
+    from jaxllm.evaluate.likelihood.perplexity import measures_to_json
     from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
-    from jaxllm.files import finite_json
 
     loader, facts = eval_text.make_loader(lm, corpus, limit=limit)
     rows = measure_sensitivity(lm.model, lm.params, loader, format, group_by=by)
@@ -67,9 +59,12 @@ def sensitivity(
         log(f"{plot} written")
     if as_json:
         report = {"model": model, "format": format, "by": by, "tokens": loader.tokens, **facts}
-        groups = [_group_json(row) for row in rows]
-        write(json.dumps(finite_json({**report, "groups": groups})) + "\n")
-        return
+        named = ("group", "regex", "bytes_before", "bytes_after")
+        groups = [
+            {name: getattr(row, name) for name in named} | measures_to_json(row.divergence)
+            for row in rows
+        ]
+        return write_json({**report, "groups": groups})
     log(f"{describe_text(facts)}; {loader.tokens:,} tokens scored")
     width = max(len("group"), *(len(row.group) for row in rows))
     write(
@@ -81,15 +76,3 @@ def sensitivity(
             f"{row.group:{width}}  {d.kl.mean:9.3g} {d.kl.error:8.2g} {d.kl_p99:8.3g}"
             f"  {d.same_top.mean:10.2%}  {d.perplexity_ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
         )
-
-
-def _group_json(row: "Sensitivity") -> dict[str, Any]:
-    from jaxllm.evaluate.likelihood.perplexity import measures_to_json
-
-    return {
-        "group": row.group,
-        "regex": row.regex,
-        "bytes_before": row.bytes_before,
-        "bytes_after": row.bytes_after,
-        **measures_to_json(row.divergence),
-    }

@@ -1,5 +1,7 @@
 """`jaxllm serve`: an HTTP server with OpenAI's interface."""
 
+import dataclasses
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +10,7 @@ import typer
 
 from jaxllm.cli.console import log
 from jaxllm.cli.option_groups import LoadingOptions
-from jaxllm.cli.options import Model
+from jaxllm.cli.options import Model, load_model, with_chat_template
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -18,7 +20,15 @@ Examples:
 
   curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 40}'
 """
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def serve(
@@ -104,7 +114,7 @@ def serve(
     if host not in ("127.0.0.1", "localhost", "::1") and unix is None and not keys:
         log(f"jaxllm: warning: other machines reach {host} without a key (--api-key-file)")
     client = ModelClient(
-        partial(load_model, loading, model, chat_template, pooling),
+        partial(load_served, loading, model, chat_template, pooling),
         ModelSettings(
             rows,
             capacity or 0,
@@ -138,18 +148,11 @@ def read_names(values: list[str]) -> dict[str, str]:
     return named
 
 
-def load_model(
+def load_served(
     loading: LoadingOptions, model: str, chat_template: Path | None, pooling: str | None
 ) -> Any:
     """Load the model, in its process."""
-    import dataclasses
-
-    lm = loading.load(model, show_progress=False)
-    if chat_template is not None:
-        from jaxllm.convert.registry import read_chat_template
-
-        template = read_chat_template(chat_template, lm.path)
-        lm = dataclasses.replace(lm, chat_template=template)
+    lm = with_chat_template(loading.load(model, show_progress=False), chat_template)
     if pooling is not None:
         from jaxllm.text.embedding_settings import EmbeddingSettings
 
@@ -160,18 +163,16 @@ def load_model(
 
 def load_draft(loading: LoadingOptions, draft: str) -> Any:
     """Load the draft model, in the model's process; "lookup" needs none."""
-    from jaxllm.cli.options import load_model as load
     from jaxllm.generation.loops.draft import PromptLookup
 
     if draft == "lookup":
         return PromptLookup()
-    return load(draft, loading.dtype, loading.cache_dtype, show_progress=False)
+    return load_model(draft, loading.dtype, loading.cache_dtype, show_progress=False)
 
 
 def parse_bytes(flag: str, text: str) -> int:
     """Return a number of bytes such as 4MiB. Raises ConfigError."""
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    number = text.removesuffix(unit).strip()
-    if not number.replace(".", "", 1).isdigit():
+    found = re.fullmatch(r"(\d+\.?\d*) *([a-zA-Z]*)", text)
+    if not found or found[2] not in UNITS:
         raise ConfigError(f"{flag} must be a size such as 512MiB or 1GiB, got {text!r:.40}")
-    return int(float(number) * UNITS.get(unit, 1))
+    return int(float(found[1]) * UNITS[found[2]])

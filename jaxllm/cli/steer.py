@@ -7,7 +7,7 @@ import typer
 
 from jaxllm.cli.console import log, read_stdin
 from jaxllm.cli.option_groups import AdapterOptions
-from jaxllm.cli.options import Model, check_folder, split_commas
+from jaxllm.cli.options import BatchSize, Model, check_folder, split_numbers
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -26,7 +26,7 @@ def steer(
     method: str = "mean",
     tokens: str = "last",
     layers: Annotated[str | None, typer.Option(metavar="L,L,...")] = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", min=1)] = 16,
+    batch: BatchSize = 16,
     *,
     loading: AdapterOptions,
 ) -> None:
@@ -49,7 +49,7 @@ def steer(
 
     check_absent(out)
     texts = read_pairs(pairs)
-    chosen = _parse_layers(layers)
+    chosen = {*split_numbers("--layers", layers)} if layers else None
     lm = loading.load(model)
     from jaxllm.inside import find_directions, write_directions
 
@@ -62,15 +62,6 @@ def steer(
         directions = {layer: x for layer, x in directions.items() if layer in chosen}
     write_directions(out, directions, model_hint=lm.config.model_type)
     log(f"{out}: {len(texts)} pairs; layers {', '.join(map(str, directions))}")
-
-
-def _parse_layers(text: str | None) -> set[int] | None:
-    """Return the layers of --layers. Raises ConfigError for anything but numbers."""
-    if text is None:
-        return None
-    if not all(part.isdecimal() for part in split_commas(text)) or not split_commas(text):
-        raise ConfigError(f"--layers must be numbers with commas between them, got {text!r:.40}")
-    return {int(part) for part in split_commas(text)}
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:

@@ -1,76 +1,78 @@
 """`jaxllm train`: fine-tuning, adapters, quantization-aware training, distillation, rewards."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.command import Command, make_command
+from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.cli.console import log, spinner
-from jaxllm.cli.options import read_extra_options
-from jaxllm.cli.train_common import (
+from jaxllm.cli.fields import Flags, add_command
+from jaxllm.cli.options import Out, V, check_paths, read_extra_options
+from jaxllm.cli.train_run import (
     ModelToTrain,
     RewardOptions,
-    Target,
     TrainOptions,
     check_run,
     load_training_model,
     run_training,
 )
 from jaxllm.errors import ConfigError
+from jaxllm.train.settings import Distillation, Reinforcement
 
 if TYPE_CHECKING:
+    from jaxllm.config.model import ModelConfig
     from jaxllm.train.data.examples import Examples
     from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import TrainJob
 
-EXAMPLE_FULL = (
-    "Example: jaxllm train full demo:llama tuned --data story.txt --lr 3e-4; on eight devices,"
-    " with --mesh data=2,stage=2,tensor=2 --fsdp"
-)
-EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
-EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
-EXAMPLE_PROMPT = (
-    "Example: jaxllm train prompt demo:llama a.cache --data story.txt --begin 'Once upon'"
-)
-RouterLoss = Annotated[
-    float,
-    typer.Option(
-        help="Weight of the load-balancing loss of mixtures of experts, as in transformers."
-    ),
-]
-ByLayer = Annotated[
-    bool,
-    typer.Option(
-        "--router-loss-by-layer", help="Average the router loss over layers, instead of pooling."
-    ),
-]
-Capacity = Annotated[
-    float | None,
-    typer.Option(
-        "--capacity-factor",
-        help="Expert capacity in training, as a multiple of an even share of the tokens [default:"
-        " unlimited].",
-    ),
-]
-EXAMPLE_RL = "Example: jaxllm train rl demo:llama tuned --data prompts.jsonl --reward rewards:score"
-EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
+HELP = "Train a model: fully, with adapters, quantization-aware, from a teacher or from rewards."
+Rank = Annotated[int | None, typer.Option("--rank", "-r", min=1)]
+Positive = Annotated[int | None, typer.Option(min=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Flags of mixtures of experts.
+
+    Attributes:
+      router_loss: Weight of the load-balancing loss, as in transformers.
+      router_loss_by_layer: Average the router loss over layers, instead of pooling.
+      capacity_factor: Expert capacity in training, as a multiple of an even share of the tokens
+        [default: unlimited].
+    """
+
+    router_loss: float = 0.0
+    router_loss_by_layer: bool = False
+    capacity_factor: float | None = None
+
+    def check(self, config: "ModelConfig") -> None:
+        """Raise ConfigError if the model has no experts, or values are out of range."""
+        from jaxllm.train.moe_losses import check_experts
+
+        check_experts(config, self.router_loss, self.capacity_factor)
+
+    def add_to(self, job: "TrainJob") -> "TrainJob":
+        """Return the job with the loss and the capacity."""
+        from jaxllm.train.moe_losses import add_router_loss
+
+        by_layer, capacity = self.router_loss_by_layer, self.capacity_factor
+        return add_router_loss(job, self.router_loss, by_layer=by_layer, capacity=capacity)
 
 
 def full(
     model: ModelToTrain,
-    target: Target,
+    target: Out,
     only: list[str] | None = None,
     keep_zeros: bool = False,
-    router_loss: RouterLoss = 0.0,
-    by_layer: ByLayer = False,
-    capacity: Capacity = None,
     pipeline: str | None = None,
     microbatches: Annotated[int, typer.Option(min=1)] = 4,
     gate_lr: float | None = None,
     *,
+    experts: ExpertOptions,
     options: TrainOptions,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a complete model.
@@ -89,12 +91,11 @@ def full(
     with spinner("starting"):
         from jaxllm.train import jobs
         from jaxllm.train.constraints import keep_zeros as find_zeros
-        from jaxllm.train.moe_losses import add_router_loss, check_experts
         from jaxllm.train.objective import ScheduledLoss
         from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
         checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
-        check_experts(checked.checkpoint.config, router_loss, capacity)
+        experts.check(checked.checkpoint.config)
         rules = tuple((regex, True) for regex in only) if only else ALL_PARAMS
         check_rules(checked.checkpoint, rules)
         if pipeline is not None and options.mesh is None:
@@ -105,30 +106,28 @@ def full(
         scheduled.pipeline_loss(lm.model)
     kept = find_zeros(trainable_params(lm.params), rules) if keep_zeros else None
     job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
-    job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
+    job = experts.add_to(job)
     run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")
 
 
 def lora(
     model: ModelToTrain,
-    target: Target,
-    rank: Annotated[int, typer.Option("--rank", "-r", min=1)] = 8,
+    target: Out,
+    config: Annotated[
+        dict[str, Any],
+        Flags(LoraConfig, "lora_dropout", r="--rank -r", use_dora="--dora", use_rslora="--rslora"),
+    ],
     lora_alpha: float | None = None,
-    lora_dropout: float = 0.0,
     target_modules: list[str] | None = None,
     exclude_modules: list[str] | None = None,
     layers_to_transform: Annotated[str | None, typer.Option(metavar="N,N-N")] = None,
     rank_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=N")] = None,
     alpha_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=X")] = None,
-    dora: bool = False,
-    rslora: bool = False,
     adapter: Path | None = None,
     quantize: str | None = None,
     prefix: Path | None = None,
-    router_loss: RouterLoss = 0.0,
-    by_layer: ByLayer = False,
-    capacity: Capacity = None,
     *,
+    experts: ExpertOptions,
     options: TrainOptions,
 ) -> None:
     """Train a LoRA adapter of a frozen model. The result is a PEFT directory.
@@ -136,54 +135,96 @@ def lora(
     generate --adapter OUT uses it. The state is saved in OUT.parts during the run.
 
     Args:
-      rank: LoRA rank.
       lora_alpha: LoRA alpha: the scale is alpha / rank [default: 2 * rank].
-      lora_dropout: Dropout of the adapter's inputs, 0 to 1.
       target_modules: Suffixes of module names (q_proj,v_proj), a regex of whole names, or
         all-linear (all but the head) [default: all-linear]; repeatable for names.
       exclude_modules: Modules to exclude: name suffixes, or a regex.
       layers_to_transform: Layer numbers, as in 0,4-7; with names in --target-modules.
       rank_pattern: Rank of modules whose name ends in REGEX; repeatable.
       alpha_pattern: Alpha of modules whose name ends in REGEX; repeatable.
-      dora: DoRA: a magnitude per row.
-      rslora: Scale by alpha / sqrt(rank).
       adapter: Adapter to continue training; it sets rank and the other LoRA options.
       quantize: Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize.
       prefix: File with a text before every example; it is run once, not at each step.
     """
     with spinner("starting"):
-        from jaxllm.adapters import LoraConfig, read_adapter
+        from jaxllm.adapters import read_adapter
         from jaxllm.adapters.targets import resolve_targets
-        from jaxllm.cli.lora import parse_layers, parse_modules, parse_patterns
         from jaxllm.files import read_text
         from jaxllm.train import frozen_prefix, jobs
-        from jaxllm.train.moe_losses import add_router_loss, check_experts
 
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=2.0 * rank if lora_alpha is None else lora_alpha,
-            lora_dropout=lora_dropout,
+        asked = LoraConfig(
+            **config,
+            lora_alpha=2.0 * config["r"] if lora_alpha is None else lora_alpha,
             target_modules=parse_modules("--target-modules", target_modules) or "all-linear",
             exclude_modules=parse_modules("--exclude-modules", exclude_modules),
             layers_to_transform=parse_layers(layers_to_transform),
             rank_pattern=parse_patterns("--rank-pattern", rank_pattern, int),
             alpha_pattern=parse_patterns("--alpha-pattern", alpha_pattern, float),
-            use_dora=dora,
-            use_rslora=rslora,
         )
         checked = check_run(model, target, options, 1e-3, "adapter_config.json")
-        check_experts(checked.checkpoint.config, router_loss, capacity)
-        resolve_targets(checked.checkpoint.config, config)
+        experts.check(checked.checkpoint.config)
+        resolve_targets(checked.checkpoint.config, asked)
         text = None if prefix is None else read_text(prefix)
     lm = load_training_model(model, options, quantize=quantize)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if text is None else lm.encode(text)
-    job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    job = frozen_prefix.with_prefix(job, before) if before else job
-    job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
-    run_training(
-        lm, job, target, options, checked, f"an adapter of {model}", reserved_tokens=len(before)
-    )
+    job = jobs.lora(lm, start.config if start else asked, seed=options.seed, start=start)
+    job = experts.add_to(frozen_prefix.with_prefix(job, before) if before else job)
+    title = f"an adapter of {model}"
+    run_training(lm, job, target, options, checked, title, reserved_tokens=len(before))
+
+
+def parse_modules(option: str, values: list[str] | None) -> str | list[str] | None:
+    """Return module names for `LoraConfig`: a list of name suffixes, one regex, or "all-linear".
+
+    Values of only word characters, dots, dashes and commas are names; any other is a regex. Raises
+    ConfigError for a regex among several values.
+    """
+    if not values:
+        return None
+    if len(values) == 1 and values[0].lower() == "all-linear":
+        return values[0].lower()
+    if all(re.fullmatch(r"[\w.,-]+", text) for text in values):
+        return [name for text in values for name in text.split(",") if name]
+    if len(values) > 1:
+        raise ConfigError(
+            f"{option} must be names or one regex: got {', '.join(values):.80}. Join regexes with"
+            " |."
+        )
+    return values[0]
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Parse layer numbers like "0,4-7". Raises ConfigError for any other text."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
+            raise ConfigError(
+                f"--layers-to-transform must be numbers or ranges, as in 0,4-7: got {text!r:.60}"
+            )
+        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return found
+
+
+def parse_patterns(
+    option: str, values: list[str] | None, to_number: Callable[[str], V]
+) -> dict[str, V]:
+    """Parse "REGEX=NUMBER" texts to a dict. Raises ConfigError for any other text."""
+    patterns: dict[str, V] = {}
+    for text in values or []:
+        regex, _, value = text.rpartition("=")
+        try:
+            patterns[regex] = to_number(value)
+        except ValueError:
+            regex = ""
+        if not regex:
+            raise ConfigError(
+                f"{option} must be REGEX=NUMBER, as in down_proj=16: got {text!r:.60}"
+            )
+    return patterns
 
 
 def prompt(
@@ -210,14 +251,13 @@ def prompt(
     lm = load_training_model(model, options)
     tokens = lm.encode(begin)
     job = frozen_prefix.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
-    run_training(
-        lm, job, target, options, checked, f"a prompt for {model}", reserved_tokens=len(tokens)
-    )
+    title = f"a prompt for {model}"
+    run_training(lm, job, target, options, checked, title, reserved_tokens=len(tokens))
 
 
 def qat(
     model: ModelToTrain,
-    target: Target,
+    target: Out,
     name: Annotated[str, typer.Option("--format")] = "int4-g64",
     rules: Path | None = None,
     learned_scales: bool = False,
@@ -251,28 +291,24 @@ def qat(
         check_formats(wanted)
         checked = check_run(model, target, options, 1e-4)
     lm = load_training_model(model, options, "float32")
-    job = job_of(
-        lm, wanted, dtype=options.dtype, learn_scales=learned_scales, dynamic_inputs=int8_inputs,
-        start_step=float_steps,
-    )  # fmt: skip
+    inputs: Any = {"learn_scales": learned_scales, "dynamic_inputs": int8_inputs}
+    job = job_of(lm, wanted, dtype=options.dtype, start_step=float_steps, **inputs)
     run_training(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
 def distill(
     model: ModelToTrain,
-    target: Target,
+    target: Out,
+    loss: Annotated[
+        dict[str, Any],
+        Flags(Distillation, "alpha", "beta", "temperature", "top_k", "on_policy", "hidden"),
+    ],
     student: str | None = None,
-    layers: Annotated[int | None, typer.Option(min=1)] = None,
-    heads: Annotated[int | None, typer.Option(min=1)] = None,
-    channels: Annotated[int | None, typer.Option(min=1)] = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    temperature: float = 1.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    on_policy: float = 0.0,
-    hidden: str | None = None,
-    written: Annotated[int | None, typer.Option(min=1)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    layers: Positive = None,
+    heads: Positive = None,
+    channels: Positive = None,
+    written: Positive = None,
+    max_new_tokens: Positive = None,
     *,
     options: TrainOptions,
 ) -> None:
@@ -286,26 +322,18 @@ def distill(
       layers: Number of MODEL's layers in the student.
       heads: Number of MODEL's key/value heads in the student.
       channels: Number of MODEL's channels per MLP in the student.
-      alpha: Weight of the divergence from the teacher; 1 - alpha is cross-entropy.
-      beta: Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.
-      temperature: Temperature of teacher and student in the divergence.
-      top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
-      on_policy: Share of steps on texts sampled from the student (GKD).
-      hidden: Additional loss on hidden states: mse or cosine.
-      written: Train on the teacher's continuations of this many tokens of each example.
+      written: Sequence-level distillation: tokens of each example that the teacher continues.
       max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what fits].
     """
     with spinner("starting"):
         from jaxllm.compress.student import StudentSize, check_student, make_student
         from jaxllm.train.data.rows import select_full_rows
         from jaxllm.train.distill import sequence_kd
-        from jaxllm.train.distill.job import Distillation, distill as job_of
+        from jaxllm.train.distill.job import distill as job_of
 
-        asked = Distillation(
-            alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
-            on_policy=on_policy, hidden=hidden,  # type: ignore[arg-type]  # it checks
-            new_tokens=max_new_tokens or 128,
-        )  # fmt: skip
+        if written is not None:
+            loss["alpha"] = 0.0
+        asked = Distillation(**loss, new_tokens=max_new_tokens or 128)
         part = StudentSize(layers, heads, channels)
         if (student is None) == (part == StudentSize()):
             raise ConfigError(
@@ -318,19 +346,17 @@ def distill(
         if written is not None:
             new = sequence_kd.new_token_count(checked.checkpoint.config, written, max_new_tokens)
     teacher = load_training_model(model, options)
-    directory = target.with_name(f"{target.name}.taught")
+    directory, seed = target.with_name(f"{target.name}.taught"), options.seed
 
     def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
         taught = None if student is None else load_training_model(student, options)
         taught = taught or make_student(teacher, part, select_full_rows(data.batch(0)))
-        return job_of(
-            teacher, taught, data, asked, eval_data=eval_data, directory=directory,
-            seed=options.seed,
-        )  # fmt: skip
+        more: Any = {"eval_data": eval_data, "directory": directory, "seed": seed}
+        return job_of(teacher, taught, data, asked, **more)
 
     def read_teacher_texts(path: Path) -> "Examples":
         assert written is not None
-        return sequence_kd.complete_examples(teacher, path, written, directory, options.seed, new)
+        return sequence_kd.complete_examples(teacher, path, written, directory, seed, new)
 
     how = None if written is None else read_teacher_texts
     run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
@@ -338,19 +364,25 @@ def distill(
 
 def rl(
     model: ModelToTrain,
-    target: Target,
+    target: Out,
+    loss: Annotated[
+        dict[str, Any],
+        Flags(
+            Reinforcement,
+            "loss",
+            "group_size",
+            "clip_low",
+            "clip_high",
+            "beta",
+            max_new_tokens="--max-new-tokens -n",
+        ),
+    ],
     reward: str | None = None,
     scored: bool = False,
-    loss: str = "grpo",
-    group_size: int = 8,
     num_iterations: Annotated[int, typer.Option(min=1)] = 1,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
-    beta: float = 0.0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 64,
     temperature: float = 1.0,
     more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", "-r", min=1)] = None,
+    rank: Rank = None,
     *,
     options: RewardOptions,
 ) -> None:
@@ -362,38 +394,23 @@ def rl(
     Args:
       reward: Python function MODULE:FUNCTION of (prompt, answer, line of the file), a number.
       scored: The data have answers with rewards: lines with "prompt", "completion" and "reward".
-      loss: Loss: grpo, dr-grpo or dapo.
-      group_size: Answers per prompt, which are compared with each other.
       num_iterations: Optimizer steps on the same answers.
-      clip_low: Limit of the probability ratio: 1 - X.
-      clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
-      beta: Weight of the divergence from the model before training.
-      max_new_tokens: Maximum number of tokens of an answer.
       temperature: Sampling temperature.
       more: Another sampling option or grammar, as for generate: -o top_p=0.95 -o regex=...
       rank: LoRA rank, to train an adapter instead of all weights.
     """
     with spinner("starting"):
-        from jaxllm.adapters import LoraConfig
         from jaxllm.models.invariance import has_invariant_rows
         from jaxllm.train import jobs
-        from jaxllm.train.rl.job import Reinforcement, reinforce
+        from jaxllm.train.rl.job import reinforce
         from jaxllm.train.rl.prompts import Prompts, load_reward, read_prompts, read_scored
 
-        options.check()
         if (reward is None) != scored:
             raise ConfigError("the reward must be either --reward MODULE:FUNCTION or --scored")
-        asked = Reinforcement(
-            loss=loss,  # type: ignore[arg-type]  # it checks
-            group_size=group_size, max_new_tokens=max_new_tokens, clip_low=clip_low,
-            clip_high=clip_high, beta=beta,
-            sampling={"temperature": temperature, **read_extra_options(more)},
-        )  # fmt: skip
-        result = "config.json" if rank is None else "adapter_config.json"
-        checked = check_run(model, target, options, 1e-5 if rank is None else 1e-4, result)
-        checked = checked._replace(
-            plan=dataclasses.replace(checked.plan, num_iterations=num_iterations)
-        )
+        sampling = {"temperature": temperature, **read_extra_options(more)}
+        asked = Reinforcement(**loss, sampling=sampling)
+        lr, result = (1e-5, "config.json") if rank is None else (1e-4, "adapter_config.json")
+        checked = check_run(model, target, options, lr, result, num_iterations=num_iterations)
         function = None if reward is None else load_reward(reward)
     lm = load_training_model(model, options, "float32" if rank is None else None)
     read = read_scored if scored else read_prompts
@@ -409,65 +426,21 @@ def rl(
     run_training(lm, job, target, options, checked, title, data=prompts)
 
 
-# Old and foreign names of options: each error names the current option.
-RENAMED = {
-    "--rate": "--lr",
-    "--learning-rate": "--lr",
-    "--decay": "--weight-decay",
-    "--clip": "--max-grad-norm",
-    "--eval": "--eval-data",
-    "--prompts": "--data",
-    "--num-generations": "--group-size",
-    "--loss-type": "--loss",
-    "--max-completion-length": "--max-new-tokens",
-    "--held-out": "--eval-split",
-    "--evaluate-every": "--eval-steps",
-    "--save-every": "--save-steps",
-    "--batch": "--batch-size",
-    "--per-device-train-batch-size": "--batch-size",
-    "--accumulate": "--gradient-accumulation-steps",
-    "--grad-accum": "--gradient-accumulation-steps",
-    "--remat": "--gradient-checkpointing",
-    "--max-steps": "--steps",
-    "--num-train-epochs": "--epochs",
-    "--warmup-ratio": "--warmup",
-    "--max-length": "--length",
-    "--gate-rate": "--gate-lr",
-    "--target": "--target-modules",
-    "--alpha": "--lora-alpha",
-    "--dropout": "--lora-dropout",
-    "--layers": "--layers-to-transform",
-}
-
-
-class TrainCommand(Command):
-    """A command whose errors for old option names give the new ones."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.TyperException as error:
-            option = getattr(error, "option_name", "")
-            name = RENAMED.get(option)
-            if name is not None and any(name in parameter.opts for parameter in self.params):
-                raise ConfigError(f"no such option: {option}. Use {name}") from None
-            raise
-
-
 # Command name -> function, and the example at the end of its --help.
-METHODS: dict[str, tuple[Callable[..., None], str]] = {
-    "full": (full, EXAMPLE_FULL),
-    "lora": (lora, EXAMPLE_LORA),
-    "prompt": (prompt, EXAMPLE_PROMPT),
-    "qat": (qat, EXAMPLE_QAT),
-    "distill": (distill, EXAMPLE_DISTILL),
-    "rl": (rl, EXAMPLE_RL),
+METHODS: dict[Callable[..., None], str] = {
+    full: "train full demo:llama tuned --data story.txt --lr 3e-4; on eight devices, with --mesh"
+    " data=2,stage=2,tensor=2 --fsdp",
+    lora: "train lora demo:llama style --data story.txt --rank 8",
+    prompt: "train prompt demo:llama a.cache --data story.txt --begin 'Once upon'",
+    qat: "train qat demo:llama small --data story.txt --format int3-g64",
+    distill: "train distill demo:llama student --data story.txt --layers 3",
+    rl: "train rl demo:llama tuned --data prompts.jsonl --reward rewards:score",
 }
 
-app = typer.Typer(
-    help="Train a model: fully, with adapters, quantization-aware, from a teacher or from rewards.",
-    rich_markup_mode=None,
-    no_args_is_help=True,
-)
-for name, (function, epilog) in METHODS.items():
-    app.command(name, cls=TrainCommand, epilog=epilog)(make_command(function))
+
+def make_app(listed: bool = False) -> typer.Typer:
+    """Return the command with its subcommands; listed: without their flags."""
+    app = typer.Typer(help=HELP, rich_markup_mode=None, no_args_is_help=True)
+    for function, example in METHODS.items():
+        add_command(app, function, f"Example: jaxllm {example}", check_paths, listed)
+    return app

@@ -5,14 +5,14 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, spinner
-from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, NewModel, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
 
 
 def upcycle(
     model: Model,
-    target: Out,
+    target: NewModel,
     experts: Annotated[int, typer.Option(min=1)] = 8,
     per_token: Annotated[int, typer.Option("--per-token", min=1)] = 2,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -32,10 +32,8 @@ def upcycle(
       seed: Random seed of the routers.
     """
     with spinner("starting"):
-        from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.train.upcycle import upcycle_model
 
-    check_output_directory(target)  # before the work, not after it
     dense = load_model(model, dtype, quantize=quantize)
     mixture = upcycle_model(dense, experts, per_token, seed=seed)
     mixture.save(target)

@@ -1,20 +1,16 @@
 """`jaxllm vectors`: write golden test vectors of a model, and check another version by them."""
 
-import enum
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, write, write_json
 from jaxllm.cli.option_groups import ReferenceWeightOptions
-from jaxllm.cli.options import Model, check_folder
-from jaxllm.errors import ConfigError
+from jaxllm.cli.options import AsJson, Model, check_folder
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.parity.activations import JaxBackend
-    from jaxllm.evaluate.parity.compare import Report
 
 EXAMPLE = """
 Examples:
@@ -26,20 +22,15 @@ Examples:
 TEXTS = ("Once upon a time", "One day")
 
 
-class Action(enum.StrEnum):
-    make = "make"
-    check = "check"
-
-
 def vectors(
-    action: Annotated[Action, typer.Argument()],
+    action: Annotated[Literal["make", "check"], typer.Argument()],
     model: Model,
     directory: Annotated[Path, typer.Argument(metavar="DIR")],
-    source: Annotated[str, typer.Option("--from")] = "jaxllm",
+    source: Annotated[Literal["jaxllm", "transformers"], typer.Option("--from")] = "jaxllm",
     new_tokens: Annotated[int, typer.Option("--tokens", "-n")] = 4,
     tolerance: float | None = None,
     other_weights: bool = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: AsJson = False,
     *,
     loading: ReferenceWeightOptions,
 ) -> None:
@@ -52,17 +43,14 @@ def vectors(
     cache. They are stored as safetensors and JSON, so that checking needs neither torch nor jaxllm.
 
     Args:
-      action: Action: make or check.
+      action: What to do.
       directory: Directory of the vectors.
-      source: make: source of the numbers, jaxllm or transformers.
+      source: make: source of the numbers.
       new_tokens: make: number of greedy tokens after each text.
       tolerance: check: tolerance, as for verify [default: by dtype].
       other_weights: check: compare only the numbers, not the weights.
-      as_json: check: print one JSON object.
     """
-    if source not in ("jaxllm", "transformers"):
-        raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
-    if action is Action.make:
+    if action == "make":
         check_folder(directory)
         from jaxllm.files import check_vacant
 
@@ -71,7 +59,7 @@ def vectors(
     from jaxllm.evaluate.parity.activations import JaxBackend
 
     ours = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
-    if action is Action.check:
+    if action == "check":
         _check(ours, directory, tolerance, other_weights, as_json)
         return
     from jaxllm.evaluate.parity.golden import make
@@ -100,30 +88,23 @@ def _check(
     from jaxllm.evaluate.parity.compare import Tolerance, to_json
     from jaxllm.evaluate.parity.golden import check, read
 
-    checked = check(
-        read(directory), ours, tolerance=None if tolerance is None else Tolerance(tolerance)
-    )
+    bound = None if tolerance is None else Tolerance(tolerance)
+    checked = check(read(directory), ours, tolerance=bound)
     holds = checked.numbers_hold if other_weights else checked.holds
-    reports = checked.reports.items()
     if as_json:
-        cases = {name: to_json(report) for name, report in reports}
-        result = {"holds": holds, "differs": checked.model_mismatches, "cases": cases}
-        write(json.dumps(result, allow_nan=False) + "\n")
+        cases = {name: to_json(report) for name, report in checked.reports.items()}
+        write_json({"holds": holds, "differs": checked.model_mismatches, "cases": cases})
     else:
         for name in checked.model_mismatches:
             write(f"{name} differ{'s' * (name != 'weights')} from those of the vectors\n")
-        for name, report in reports:
+        for name, report in checked.reports.items():
+            stages = f"{len(report.stages)} stages hold"
+            if first := report.first:
+                found = f"{first.beyond:,} of {first.count:,} numbers"
+                stages = f"first to differ: {first.name} ({found})"
+            greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
             worst = max(d.relative_max for d in report.differences)
-            write(f"{name}: {_describe_report(report)}; largest relative error {worst:.1e}\n")
+            write(f"{name}: {stages}, {greedy}; largest relative error {worst:.1e}\n")
         write("holds\n" if holds else "DOES NOT HOLD\n")
     if not holds:
         raise typer.Exit(1)
-
-
-def _describe_report(report: "Report") -> str:
-    """Summarize one case."""
-    greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
-    stages = f"{len(report.stages)} stages hold"
-    if first := report.first:
-        stages = f"first to differ: {first.name} ({first.beyond:,} of {first.count:,} numbers)"
-    return f"{stages}, {greedy}"

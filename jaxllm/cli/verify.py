@@ -1,16 +1,13 @@
 """`jaxllm verify`: compare a checkpoint with transformers, or with another variant of it."""
 
-import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import log, write
+from jaxllm.cli.console import log, write, write_json
 from jaxllm.cli.option_groups import ReferenceWeightOptions
-from jaxllm.cli.options import AsJson, Model, check_writable, parse_dtype
+from jaxllm.cli.options import AsJson, Model, NewFile, parse_dtype
 
 EXAMPLE = """
 Examples:
@@ -32,7 +29,7 @@ def verify(
     length: int = 48,
     tolerance: float | None = None,
     as_json: AsJson = False,
-    plot: Path | None = None,
+    plot: NewFile = None,
     invariance: bool = False,
     *,
     loading: ReferenceWeightOptions,
@@ -61,11 +58,8 @@ def verify(
       invariance: Compare the model with itself instead: a text alone, and the same text in batches,
         chunks and caches, speculated and served. All bits must be equal (docs/guarantees.md).
     """
-    check_writable("--plot", plot)
     if invariance:
-        load = partial(loading.load, model, show_progress=False, invariant=True)
-        _verify_invariance(load, loading.mesh is None, length, new_tokens, as_json)
-        return
+        return _verify_invariance(loading, model, length, new_tokens, as_json)
     lm = loading.load(model)
     from jaxllm.evaluate.parity.compare import Tolerance, to_json, to_png, to_text
     from jaxllm.evaluate.verify import verify as compare
@@ -81,7 +75,7 @@ def verify(
         new_tokens=new_tokens,
         tolerance=None if tolerance is None else Tolerance(tolerance),
     )
-    write(json.dumps(to_json(report), allow_nan=False) + "\n" if as_json else to_text(report))
+    write_json(to_json(report)) if as_json else write(to_text(report))
     if plot is not None:
         to_png(report, plot)
         log(f"wrote {plot}")
@@ -90,20 +84,20 @@ def verify(
 
 
 def _verify_invariance(
-    load: Callable[[], Any], workers: bool, length: int, new_tokens: int, as_json: bool
+    loading: ReferenceWeightOptions, model: str, length: int, new_tokens: int, as_json: bool
 ) -> None:
     from jaxllm.evaluate.invariance import Finding, check_invariance
 
     def show(finding: Finding) -> None:
         result = f"{finding.stage} differs by {finding.error:.1e}" if finding.stage else "same bits"
-        write(f"{finding.way:<30}{result}\n")
+        if not as_json:
+            write(f"{finding.way:<30}{result}\n")
 
-    report = check_invariance(
-        load(), length=length, new_tokens=new_tokens, load=load if workers else None,
-        show=(lambda _: None) if as_json else show,
-    )  # fmt: skip
+    load = partial(loading.load, model, show_progress=False, invariant=True)
+    workers = load if loading.mesh is None else None
+    report = check_invariance(load(), length=length, new_tokens=new_tokens, load=workers, show=show)
     if as_json:
-        write(json.dumps([finding._asdict() for finding in report.findings]) + "\n")
+        write_json([finding._asdict() for finding in report.findings])
     if not report.promised:
         log("equal bits are not promised for this model here (docs/guarantees.md)")
     if not report.holds:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 
 # msgspec's types in the words of the author of a JSON file.
 _WORDS = {
@@ -33,6 +33,18 @@ def as_schema(
     if unknown := _unknown_names(value, fitting):
         raise error(f"{where}: unknown {', '.join(unknown)}")
     return fitting
+
+
+def check_fields(instance: Any, prefix: str = "") -> None:
+    """Raise ConfigError if dataclass fields violate their annotations; NumPy's numbers become
+    Python's.
+    """
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if getattr(value, "ndim", None) == 0:
+            object.__setattr__(instance, field.name, value.item())
+    if complaints := field_errors(instance):
+        raise ConfigError(prefix + "; ".join(complaints))
 
 
 def field_errors(instance: Any) -> list[str]:

@@ -21,11 +21,11 @@ from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
 from jaxllm.runtime.progress import status_bar
-from jaxllm.runtime.validation import check_int, check_seed
 from jaxllm.sharding.sharded_model import check_rows
 from jaxllm.train.checkpointing import StateStore, collect_settings, differences, open_store
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
+from jaxllm.train.settings import TrainPlan
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Metrics, Setup, TrainState, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params
@@ -33,7 +33,6 @@ from jaxllm.weights.paths import Params
 SAVE_SECONDS = 30.0  # at least, between two saved states,
 SAVE_FACTOR = 20  # and this many times the duration of the last save
 _SPEED_STEPS = 20  # steps over which the speed is averaged
-MAX_STEPS = (1 << 31) - 1  # steps are counted in int32
 _PREPARE_SALT = 0x5EED  # makes keys that differ from those of steps
 
 Log = Callable[[str], None]
@@ -41,40 +40,6 @@ Log = Callable[[str], None]
 PrepareRows = Callable[[Params, Rows, jax.Array], Rows]
 # Takes the records so far and the validation loss before the first step.
 Report = Callable[[Sequence["StepRecord"], float | None], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """The length of a run, and how often it is evaluated and saved.
-
-    Attributes:
-      steps: optimizer steps.
-      gradient_accumulation_steps: batches per step.
-      num_iterations: steps on the same batches, as `prepare` returned them for the first one.
-      seed: of the run's key.
-      eval_steps: steps between evaluations and lines of the log; None for one at the end.
-      patience: evaluations without a better one after which the run ends and returns the best; None
-        for no early stopping.
-      save_steps: steps between checkpoints; None for none.
-
-    Raises ConfigError for values that are not integers of at least 1 (the seed: at least 0).
-    """
-
-    steps: int
-    gradient_accumulation_steps: int = 1
-    num_iterations: int = 1
-    seed: int = 0
-    eval_steps: int | None = None
-    patience: int | None = None
-    save_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        required = ("steps", "gradient_accumulation_steps", "num_iterations")
-        for name in (*required, "eval_steps", "patience", "save_steps"):
-            value = getattr(self, name)
-            if value is not None or name in required:
-                object.__setattr__(self, name, check_int(name, value, 1, MAX_STEPS, ConfigError))
-        object.__setattr__(self, "seed", check_seed(self.seed))
 
 
 class StepRecord(NamedTuple):

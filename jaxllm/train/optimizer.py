@@ -1,8 +1,5 @@
 """Optimizers as values: an optax method, its learning rate schedule and its weight decay."""
 
-import dataclasses
-import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,82 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import compile_pattern
-from jaxllm.runtime.validation import is_integer, is_number
 from jaxllm.train.partition import TrainedParams
+from jaxllm.train.settings import OptimizerSettings
 from jaxllm.weights.paths import first_match
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
+class Optimizer(OptimizerSettings):
+    """AdamW with its learning rate, as an optax transformation.
 
     A run that is resumed with another `steps` or `lr` (`train.checkpointing.CHANGEABLE`) uses the
     new values from its next step on: the rate of step `n` is their `learning_rate(n)`, whatever
     came before.
-
-    Attributes:
-      steps: steps of the whole run.
-      lr: peak learning rate; at 0 nothing changes.
-      warmup: share of the steps in which the rate rises linearly to the peak.
-      schedule: after warmup, "cosine" or "linear" down to `floor * lr`, or "constant".
-      max_grad_norm: largest global norm of the gradient; None for no clipping.
-      weight_decay: of matrices and embeddings; norms, biases and other vectors do not decay.
-      rates: rows `(regex, peak)` over trained paths, as in `weights.paths`, for parameters with
-        another peak rate. They follow the same schedule and do not decay.
-
-    Raises ConfigError for values out of range.
     """
-
-    steps: int
-    lr: float = 1e-4
-    warmup: float = 0.05
-    schedule: str = "cosine"
-    floor: float = 0.1
-    max_grad_norm: float | None = 1.0
-    weight_decay: float = 0.01
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    rates: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        complaints = [
-            f"{name} must be {meaning}, got {value!r:.40}"
-            for name, (meaning, fits) in _RANGES.items()
-            if not (is_number(value := getattr(self, name)) and fits(value))
-            and not (name == "max_grad_norm" and value is None)
-        ]
-        if is_integer(self.steps) and self.steps >= 1:
-            object.__setattr__(self, "steps", operator.index(self.steps))
-        else:
-            complaints.append(f"steps must be a whole number from 1 up, got {self.steps!r:.40}")
-        complaints += self._check_rates()
-        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
-            complaints.append(
-                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r:.40}"
-            )
-        if complaints:
-            raise ConfigError("; ".join(complaints))
-
-    def _check_rates(self) -> list[str]:
-        """Make tuples of the rows of `rates`, and return complaints about them.
-
-        Raises ConfigError for an invalid regex.
-        """
-        if not isinstance(self.rates, tuple | list) or not all(
-            isinstance(row, tuple | list) and len(row) == 2 for row in self.rates
-        ):
-            return [f"rates must be rows (regex, rate), got {self.rates!r:.60}"]
-        object.__setattr__(self, "rates", tuple(map(tuple, self.rates)))
-        for regex, _ in self.rates:
-            compile_pattern(regex, "rates")
-        meaning, fits = _RANGES["lr"]
-        return [
-            f"the rate of {regex!r:.40} must be {meaning}, got {rate!r:.40}"
-            for regex, rate in self.rates
-            if not (is_number(rate) and fits(rate))
-        ]
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Return the learning rate of step `step`, counted from 0."""
@@ -162,19 +95,6 @@ class Optimizer:
     def _base_rate(self) -> float:
         """The peak rate that AdamW runs with: `lr`, or 1 if that is 0 and there are `rates`."""
         return self.lr or (1.0 if self.rates else 0.0)
-
-
-# The ranges of an optimizer's numbers; every check is false for NaN.
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "lr": ("at least 0", lambda x: 0 <= x < math.inf),
-    "warmup": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "floor": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "max_grad_norm": ("above 0", lambda x: 0 < x < math.inf),
-    "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
-    "b1": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "b2": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "eps": ("above 0", lambda x: 0 < x < math.inf),
-}
 
 
 def decay_mask(trained: TrainedParams) -> dict[str, bool]:

@@ -203,7 +203,7 @@ def measure(model: str, prompt: str, folder: Path) -> Any:
         environment = {n: x for n, x in os.environ.items() if not n.startswith("JAX_")}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["JAXLLM_COMPILE_CACHE"] = str(folder)
-        command = ["generate", "-m", model, "-p", prompt, "-n", "3", "-o", "eos_token_id=[]"]
+        command = ["generate", model, "-p", prompt, "-n", "3", "-o", "eos_token_id=[]"]
         watch = [sys.executable, __file__, "--watch", str(time.time()), file]
         done = subprocess.run([*watch, *command], env=environment, capture_output=True, text=True)
         if done.returncode or not Path(file).exists():

@@ -188,7 +188,7 @@ def demo(folder: Path) -> Path:
 def test_cli_generate_takes_named_adapters(folder: Path, demo: Path, run: Any) -> None:
     adapter_options = ("--adapter", folder / "demo-x", "--adapter", f"second={folder / 'demo-y'}")
     lm = jaxllm.load(demo, adapters={"demo-x": folder / "demo-x", "second": folder / "demo-y"})
-    command = ("generate", "-m", demo, "-p", "Once", "-n", 4, "--json")
+    command = ("generate", demo, "-p", "Once", "-n", 4, "--json")
     for option, name in (((), "demo-x"), (("-o", "adapter=second"), "second")):
         code, out, _ = run(*command, *adapter_options, *option)
         assert code == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cli.calibration import CalibrationSource, calibrate, read_source, sample_eval_rows
+from jaxllm.cli.compress import CalibrationOptions
 from jaxllm.compress import registry
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.pipeline import compress
@@ -17,7 +17,7 @@ from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
 from tests.compress.models import halve, same
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused, succeed
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
 
@@ -55,8 +55,7 @@ def test_command_applies_reports_and_records_recipe(run: Run, text: Path, tmp_pa
     recipe.write_text("quantize: rtn int8  # first\nquantize: rtn int4-g32 on=layers\n")
     arguments = ("compress", "demo:llama", out, "--recipe", recipe, "--text", f"@{text}")
     arguments = (*arguments, "--window", 64, "--limit", 2)
-    status, stdout, err = run(*arguments, "--report", report, "--plot", plot, "--no-speed")
-    assert status == 0, err
+    stdout, err = succeed(run, *arguments, "--report", report, "--plot", plot, "--no-speed")
     lines = ["quantize: rtn int8", "quantize: rtn int4-g32 on=layers"]
     names = [line.split("  ")[0] for line in stdout.splitlines()]
     assert names == ["step", "original", *lines]
@@ -77,11 +76,9 @@ def test_command_applies_reports_and_records_recipe(run: Run, text: Path, tmp_pa
     _, stdout, _ = run("info", out)
     assert "quantize: rtn int4-g32 on=layers\n" in stdout
     assert json.loads(run("info", out, "--json")[1])["recipe"] == lines
-    status, _, err = run(*arguments)
-    assert (status, f"{out} already holds a checkpoint" in err) == (1, True)
+    assert_refused(run, f"{out} already holds a checkpoint", *arguments)
     again = ("compress", out, tmp_path / "again", "--step", lines[0], "--no-speed")
-    status, _, err = run(*again)
-    assert (status, "was already applied to this model: --again" in err) == (1, True)
+    assert_refused(run, "was already applied to this model: --again", *again)
     status, stdout, err = run(*again, "--again", "--json")
     assert status == 0
     assert "quality is not measured: give --eval FILE" in err
@@ -166,8 +163,7 @@ def test_interrupted_run_resumes_with_same_rows(
     assert kept == {"1.whole.part", *(f"{step}.row.numbers.part" for step in "012")}
     with monkeypatch.context() as patched:
         patched.setattr(StepEvaluator, "measure", None)  # every row is in the journal
-        status, stdout, err = run("compress", "demo:llama", out, *arguments, "--report", report)
-    assert status == 0, err
+        succeed(run, "compress", "demo:llama", out, *arguments, "--report", report)
     assert len(SEEN) == 1
     rows = json.loads(report.read_text())["rows"]
     assert [row["kl"] > 0 for row in rows] == [False, True, True]
@@ -202,8 +198,8 @@ def test_calibration_excludes_evaluation_text(text: Path, tmp_path: Path) -> Non
     """Calibration uses the first 90% of the text up to a line end; the rest is the
     evaluation text.
     """
-    source = CalibrationSource(("--text", f"@{text}"), None, 4, 8, 0)
-    head, tail = read_source(source, None)
+    source = CalibrationOptions(text=f"@{text}", calibration_rows=4, length=8)
+    head, tail = source.read(None)
     whole = text.read_text()
     assert isinstance(head, str)
     assert head + str(tail) == whole
@@ -211,10 +207,10 @@ def test_calibration_excludes_evaluation_text(text: Path, tmp_path: Path) -> Non
     assert 0.85 * len(whole) < len(head) <= 0.9 * len(whole)
     other = tmp_path / "other.txt"
     other.write_text("another")
-    assert read_source(source, other) == (whole, "another")
-    assert read_source(source._replace(file=None), None) == (None, None)
+    assert source.read(other) == (whole, "another")
+    assert CalibrationOptions().read(None) == (None, None)
     lm = jaxllm.load("demo:llama")
-    made = calibrate(lm, source, head)
+    made = source.calibrate(lm, head)
     assert made.token_NT.shape == (4, 8)
     assert lm.tokenizer is not None
     seen = np.array(lm.tokenizer.encode(head))
@@ -228,16 +224,17 @@ def test_token_documents_are_split_by_tokens(tmp_path: Path) -> None:
     """Rows of token documents begin with the begin-of-text token, once."""
     file = tmp_path / "ids.jsonl"
     file.write_text('{"tokens": [1, 2, 3, 4, 5, 6]}\n{"tokens": [7, 8, 9, 10]}\n')
-    source = CalibrationSource(("--documents", file), None, 2, 9, 0)
-    head, tail = read_source(source, None)
+    source = CalibrationOptions(documents=file, calibration_rows=2, length=9)
+    head, tail = source.read(None)
     assert (head, tail) == ([*range(1, 10)], [10])
-    made = calibrate(jaxllm.load("demo:llama"), source, head)
+    made = source.calibrate(jaxllm.load("demo:llama"), head)
     assert made.token_NT.tolist() == [[*range(1, 10)]] * 2  # 1 begins the document already
-    made = calibrate(jaxllm.load("demo:llama"), source._replace(rows=8, length=3), head)
+    source = CalibrationOptions(documents=file, calibration_rows=8, length=3)
+    made = source.calibrate(jaxllm.load("demo:llama"), head)
     assert {(row[0], row[2] - row[1]) for row in made.token_NT.tolist()} == {(1, 1)}
     file.write_text('{"tokens": [1]}\n')
     with pytest.raises(TokenError, match="too short to split"):
-        read_source(source, None)
+        source.read(None)
 
 
 @pytest.mark.usefixtures("halving")
@@ -247,8 +244,7 @@ def test_samples_are_evaluated_on_other_samples(run: Run, tmp_path: Path) -> Non
     """
     command = ("compress", "demo:llama", tmp_path / "out", "--step", "scale: halve", "--no-speed")
     plot = tmp_path / "costs.png"
-    status, stdout, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)
-    assert status == 0, err
+    stdout, _ = succeed(run, *command, "--samples", 3, "--length", 8, "--json", "--plot", plot)
     found = json.loads(stdout)
     original, halved = found["rows"]
     assert original["kl"] == 0 < halved["kl"]
@@ -258,7 +254,7 @@ def test_samples_are_evaluated_on_other_samples(run: Run, tmp_path: Path) -> Non
     lm, rows = jaxllm.load("demo:llama"), SEEN[0].token_NT
     assert lm.tokenizer is not None
     # Recomputed on rows of another seed, none of which the step has used.
-    other = sample_eval_rows(lm, CalibrationSource(None, 3, 128, 8, 0), 40)
+    other = CalibrationOptions(samples=3, length=8).sample_eval_rows(lm, 40)
     assert not any((rows == row).all(axis=1).any() for row in other)
     ids = np.array(other, np.int32)
     assert (rows[:, 0] == lm.tokenizer.bos_id).all() and (ids[:, 0] == lm.tokenizer.bos_id).all()

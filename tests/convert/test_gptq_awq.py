@@ -144,7 +144,7 @@ def test_commands_accept_quantized_directories(
     tokenizer = Tokenizer.from_directory(source)
     ids = torch.tensor([tokenizer.encode(prompt, bos=True)])
     greedy = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
-    text, _ = succeed(run, "generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
+    text, _ = succeed(run, "generate", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
     assert text.strip() == tokenizer.decode(greedy).strip()
 
     assert run("convert", theirs, ours)[0] == 0

@@ -26,7 +26,7 @@ from jaxllm.evaluate.parity.compare import Tolerance
 from jaxllm.evaluate.parity.golden import check, make, read
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.weights.paths import map_leaves
-from tests.conftest import ROOT
+from tests.conftest import ROOT, succeed
 from tests.evaluate.test_parity import verdict
 from tests.tiny_models import random_model, save_random
 
@@ -315,10 +315,9 @@ def test_vectors_command_supports_quantized_models(run: Any, tmp_path: Path) -> 
     """
     model, made, table = (tmp_path / name for name in ("model", "made", "formats.json"))
     save_random(model, "llama", num_hidden_layers=1)
-    status, _, err = run(
-        "vectors", "make", model, made, "--quantize", "int8", "--from", "transformers", "-n", 2
+    succeed(
+        run, "vectors", "make", model, made, "--quantize", "int8", "--from", "transformers", "-n", 2
     )
-    assert status == 0, err
     assert verdict(run, "vectors", "check", model, made, "--quantize", "int8")[0]
     table.write_text(json.dumps({"quantize": "int8"}))
     assert verdict(run, "vectors", "check", model, made, "--precision", table)[0]

@@ -285,16 +285,16 @@ def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path
     """Both commands run with --self-extend, and bad values are refused."""
     demo = shallow("llama")
     out, _ = succeed(
-        run, "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
+        run, "generate", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
     )
     assert len(json.loads(out)["tokens"]) == 4
     asked = ("--lengths", 60, "--depths", 0, "--tries", 1, "--texts", "story", "--json")
     out, _ = succeed(run, "recall", demo, *asked, "--policies", "self-extend")
     assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
     for given, message in {
-        ("generate", "-m", demo, "--self-extend", "8"): "for example 8,512: got '8'",
-        ("generate", "-m", demo, "--self-extend", "8,0"): "neighbor_window must be at least 1",
-        ("generate", "-m", demo, "--self-extend", "8,512"): "less than the context of 512",
+        ("generate", demo, "--self-extend", "8"): "for example 8,512: got '8'",
+        ("generate", demo, "--self-extend", "8,0"): "neighbor_window must be at least 1",
+        ("generate", demo, "--self-extend", "8,512"): "less than the context of 512",
         ("recall", demo, "--self-extend", "8,16"): "requires --policies self-extend",
     }.items():
         assert_refused(run, message, *given)

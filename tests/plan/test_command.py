@@ -96,8 +96,8 @@ def test_plan_accepts_directory_with_only_config(run: Run, tmp_path: Path) -> No
         (("--mesh", "tensor=2", "--devices", "4"), "cannot be combined"),
         (("--devices", "4", "--goal", "speed"), "latency or throughput"),
         (("--hardware", "h900"), "is unknown: use a100"),
-        (("--context", "0"), "--context must be a whole number from 1"),
-        (("--batch", "0"), "--batch must be a whole number from 1"),
+        (("--context", "0"), "--context must be 1 or more"),
+        (("--batch", "0"), "--batch-size must be 1 or more"),
         (("--devices", "7"), "no mesh of 7 devices"),
     ],
 )

@@ -29,7 +29,7 @@ def test_chat_over_two_processes_equals_single_process(
     """Process 0 reads stdin and prints the replies of a single-process chat; process 1 ignores its
     stdin and prints nothing.
     """
-    command = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
+    command = "chat", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
     out_text, _ = succeed(run, *command, stdin=TALK)
     assert out_text.count("\n") == 3
     both = start_both(start, *command, "--mesh", "tensor=2")
@@ -45,7 +45,7 @@ def test_chat_ends_if_peer_is_killed(start: Start, shallow_demos: Path, killed: 
     """If one process is killed while chat waits for input, the other exits with status 1 and an
     error.
     """
-    command = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
+    command = "chat", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
     both = start_both(start, *command)
     assert both[0].stdin is not None and both[0].stdout is not None
     both[0].stdin.write("Once\n")
@@ -159,7 +159,7 @@ def test_recall_over_two_processes_equals_single_process(
 @pytest.mark.full
 def test_bench_over_two_processes_reports_once(start: Start, shallow_demos: Path) -> None:
     """bench measures over both processes, and process 0 alone prints the rows."""
-    command = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
+    command = "bench", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
     sizes = "--prompts", "8", "--decode", "4", "--depths", "0,8", "--batches", "1", "-r", "1"
     (status, out_text, err), other = together(start, *command, *sizes)
     assert status == 0, err

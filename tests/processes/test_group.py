@@ -60,7 +60,7 @@ def test_every_command_is_distributed_or_single_process() -> None:
     """Every command and training method is listed either as distributed or as single-process, never
     as both.
     """
-    methods = [f"train {name}" for name in train.METHODS]
+    methods = [f"train {name}" for name in (f.__name__ for f in train.METHODS)]
     every = {*COMMANDS, *methods}
     assert set(distributed.COMMANDS) | set(distributed.SINGLE_PROCESS) == every
     assert not set(distributed.COMMANDS) & set(distributed.SINGLE_PROCESS)

@@ -32,7 +32,7 @@ def model(shallow_demos: Path) -> Path:
 
 
 def generate(model: Path, *more: str) -> tuple[str, ...]:
-    return "generate", "-m", str(model), *MESH, "-p", PROMPT, *more
+    return "generate", str(model), *MESH, "-p", PROMPT, *more
 
 
 def generating(start: Start, model: Path) -> list[Started]:
@@ -56,7 +56,7 @@ def test_generate_over_two_processes_writes_once(start: Start, model: Path) -> N
     """Process 0 reads stdin and prints the tokens of a single process; process 1 ignores its stdin
     and prints nothing.
     """
-    command = "generate", "-m", str(model), *MESH, "-p", "-", "-n", "12", "--json"
+    command = "generate", str(model), *MESH, "-p", "-", "-n", "12", "--json"
     first, second = start_both(start, *command)
     status, out, err = ended(first, PROMPT)
     assert status == 0, err
@@ -98,7 +98,7 @@ def test_rows_split_over_processes_equal_single_process(
     one process.
     """
     lm = jaxllm.load(model)
-    command = "-m", str(model), "--mesh", "data=2", "-p", PROMPT, "-n", "8"
+    command = str(model), "--mesh", "data=2", "-p", PROMPT, "-n", "8"
     more = [
         {"do_sample": True, "seed": 5, "num_return_sequences": 4},
         {"num_beams": 4, "num_return_sequences": 2},
@@ -148,7 +148,7 @@ def test_generate_refuses_different_weights_across_processes(
 @pytest.mark.full
 def test_generate_refuses_different_prompts_across_processes(start: Start, model: Path) -> None:
     port = free_port()
-    command = "generate", "-m", str(model), *MESH, "-p"
+    command = "generate", str(model), *MESH, "-p"
     both = [start(port, 2, n, *command, text) for n, text in enumerate(("One", "Two"))]
     for process in both:
         assert_refused(process, "command: ", "One in process 0", "Two in process 1")
@@ -157,7 +157,7 @@ def test_generate_refuses_different_prompts_across_processes(start: Start, model
 @pytest.mark.full
 def test_mesh_must_use_every_device(start: Start, model: Path) -> None:
     """A mesh of 4 devices is refused in both processes if they have 2 devices together."""
-    command = "generate", "-m", str(model), "--mesh", "data=4", "-p", PROMPT
+    command = "generate", str(model), "--mesh", "data=4", "-p", PROMPT
     for process in start_both(start, *command):
         assert_refused(process, "data=4", "4 devices", "2 processes have 2")
 

@@ -12,8 +12,8 @@ from peft import LoraConfig
 
 import jaxllm
 from jaxllm.checkpoints import native, resolve
-from jaxllm.cli.lora import parse_layers, parse_modules
-from tests.conftest import ROOT, Run
+from jaxllm.cli.train import parse_layers, parse_modules
+from tests.conftest import ROOT, Run, assert_refused, succeed
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
 pytestmark = pytest.mark.usefixtures("demo_names")
@@ -33,8 +33,7 @@ def test_train_full_writes_model_report_and_plot(run: Run, text: Path, tmp_path:
     """
     out, report, plot = (tmp_path / name for name in ("out", "report.json", "losses.png"))
     arguments = ("train", "full", "demo:llama", out, "--data", text, *SMALL, "--only", "norm")
-    status, message, err = run(*arguments, "--report", report, "--plot", plot, "--sample", "One")
-    assert status == 0, err
+    message, err = succeed(run, *arguments, "--report", report, "--plot", plot, "--sample", "One")
     assert message.startswith(f"{out}: loss ")
     assert "held-out" in err
     assert "  One" in err
@@ -47,8 +46,7 @@ def test_train_full_writes_model_report_and_plot(run: Run, text: Path, tmp_path:
     assert (before.params["norm"]["weight"] != after.params["norm"]["weight"]).any()
     table = "embed_tokens"
     assert (before.params[table]["weight"] == after.params[table]["weight"]).all()
-    status, _, err = run(*arguments)
-    assert (status, f"{out} already holds" in err) == (1, True), err
+    assert_refused(run, f"{out} already holds", *arguments)
 
 
 def test_train_lora_accepts_prefix_and_existing_adapter(
@@ -61,34 +59,29 @@ def test_train_lora_accepts_prefix_and_existing_adapter(
     prefix.write_text("Once upon a time")
     arguments = ("train", "lora", "demo:llama", tmp_path / "a", "--data", text, *SMALL)
     options = ("--target-modules", "q_proj", "--rank", 2, "--quantize", "int8", "--dora")
-    status, _, err = run(*arguments, *options, "--prefix", prefix)
-    assert status == 0, err
+    succeed(run, *arguments, *options, "--prefix", prefix)
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"]) == (2, True)
     again = ("train", "lora", "demo:llama", tmp_path / "b", "--data", text, *SMALL)
-    status, _, err = run(*again, "--adapter", tmp_path / "a")
-    assert status == 0, err
+    succeed(run, *again, "--adapter", tmp_path / "a")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"]) == (2, True)
     arguments = ("train", "lora", "demo:llama", tmp_path / "c", "--data", text, *SMALL)
-    status, _, err = run(*arguments, "--prefix", prefix, "--length", 510)
-    assert (status, "exceed the model's context of 512" in err) == (1, True), err
-    status, _, err = run(*arguments, "--adapter", tmp_path)
-    assert (status, "has no adapter_config.json" in err) == (1, True), err
+    assert_refused(
+        run, "exceed the model's context of 512", *arguments, "--prefix", prefix, "--length", 510
+    )
+    assert_refused(run, "has no adapter_config.json", *arguments, "--adapter", tmp_path)
     assert not (tmp_path / "c").exists()
 
 
 def test_train_prompt_writes_reusable_cache_file(run: Run, text: Path, tmp_path: Path) -> None:
     file, begin = tmp_path / "prompt.cache", "Once upon a time"
     arguments = ("train", "prompt", "demo:llama", file, "--data", text, *SMALL, "--begin", begin)
-    status, _, err = run(*arguments, "--dtype", "float32")
-    assert status == 0, err
+    succeed(run, *arguments, "--dtype", "float32")
     more = ("-p", f"{begin} there", "-n", 2, "--dtype", "float32")
-    status, _, err = run("generate", "-m", "demo:llama", *more, "--prompt-cache", file)
-    assert status == 0, err
+    _, err = succeed(run, "generate", "demo:llama", *more, "--prompt-cache", file)
     assert "of the prompt's" in err
-    status, _, err = run(*arguments)
-    assert (status, f"{file} exists" in err) == (1, True)
+    assert_refused(run, f"{file} exists", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +116,12 @@ INVALID = (
     ("full", ("--epochs", "inf"), "--epochs must be a finite number above 0: got inf"),
     ("full", ("--lr", 0), "--lr must be above 0"),
     ("full", ("--epochs", 0), "--epochs must be a finite number above 0: got 0.0"),
-    ("full", ("--lr", -1), "lr must be at least 0, got -1"),
-    ("full", ("--lr", "nan"), "lr must be at least 0, got nan"),
-    ("full", ("--schedule", "cosin"), "schedule must be one of cosine, linear, constant"),
-    ("full", ("--max-grad-norm", -1), "max_grad_norm must be above 0"),
-    ("full", ("--warmup", 2), "warmup must be from 0 to 1"),
-    ("full", ("--weight-decay", "nan"), "weight_decay must be at least 0, got nan"),
+    ("full", ("--lr", -1), "lr must be a number >= 0.0, got -1"),
+    ("full", ("--lr", "nan"), "lr must be a number >= 0.0, got nan"),
+    ("full", ("--schedule", "cosin"), "'cosin' is not one of 'cosine', 'linear', 'constant'"),
+    ("full", ("--max-grad-norm", -1), "max_grad_norm must be a number > 0.0"),
+    ("full", ("--warmup", 2), "--warmup must be 1 or less, got '2'"),
+    ("full", ("--weight-decay", "nan"), "--weight-decay must be 0 or more, got 'nan'"),
     ("full", ("--eval-split", 1), "--eval-split must be at least 0 and below 1: got 1.0"),
     ("full", ("--eval-split", 0, "--patience", 1), "--patience requires an evaluation loss"),
     ("full", ("--length", 5000), "--length must be at most 512"),
@@ -150,10 +143,10 @@ INVALID = (
     ("distill", (), "the student must be either --student DIR"),
     ("distill", ("--layers", 9), "must keep 1 to 2 layers"),
     ("distill", ("--layers", 1, "--written", 600), "exceed the teacher's context of 512"),
-    ("full", ("--rate", 1), "no such option: --rate. Use --lr"),
-    ("full", ("--held-out=0.1",), "no such option: --held-out. Use --eval-split"),
-    ("lora", ("--target", "q_proj"), "no such option: --target. Use --target-modules"),
-    ("lora", ("--dropout", 0.1), "no such option: --dropout. Use --lora-dropout"),
+    ("full", ("--rate", 1), "No such option: --rate: use --lr"),
+    ("full", ("--held-out=0.1",), "No such option: --held-out: use --eval-split"),
+    ("lora", ("--target", "q_proj"), "No such option: --target: use --target-modules"),
+    ("lora", ("--dropout", 0.1), "No such option: --dropout: use --lora-dropout"),
     ("full", ("--dropout", 0.1), "No such option: --dropout"),
 )
 
@@ -229,20 +222,17 @@ def test_train_resume_extends_finished_run(run: Run, text: Path, tmp_path: Path)
     common = ("train", "lora", "demo:llama", out, "--data", text, "-r", 2, "--report", report)
     common = (*common, "--target-modules", "q_proj", "--length", 16, "--batch-size", 1)
     common = (*common, "--lr", 1e-50)  # 0 in float32
-    status, _, err = run(*common, "--steps", 2, "--save-steps", 1, "--keep-state")
-    assert status == 0, err
+    _, err = succeed(run, *common, "--steps", 2, "--save-steps", 1, "--keep-state")
     assert "its last 5% is held out" in err
     assert (tmp_path / "out.parts").is_dir()
     first = (out / "adapter_model.safetensors").read_bytes()
     early = tmp_path / "out.step-1" / "adapter_model.safetensors"
     assert early.read_bytes() == first
     assert not any(safetensors.numpy.load(first)[k].any() for k in _names(first, "lora_B"))
-    status, _, err = run(*common, "--steps", 3)
-    assert (status, "give --resume to continue the run" in err) == (1, True), err
+    assert_refused(run, "give --resume to continue the run", *common, "--steps", 3)
     status, _, err = run(*common, "--steps", 3, "--resume", "--seed", 1)
     assert (status, "seed was 0, is 1" in err) == (1, True), err
-    status, _, err = run(*common, "--steps", 3, "--resume", "--warmup", 0.05)
-    assert status == 0, err
+    _, err = succeed(run, *common, "--steps", 3, "--resume", "--warmup", 0.05)
     assert "resuming after step 2 of 3; steps was 2, is 3" in err
     found = json.loads(report.read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3]

@@ -170,9 +170,10 @@ def test_lower_learning_rate_continues_after_divergence(
     """The saved state is the last one from which a step was finite, since no rate rescues a later
     one; without one, nothing is saved.
     """
-    monkeypatch.setitem(SCHEDULES, "late", lambda done: jnp.where(done < 0.5, 0.0, 1.0))
+    monkeypatch.setitem(SCHEDULES, "constant", lambda done: jnp.where(done < 0.5, 0.0, 1.0))
     wild, calm = (
-        Optimizer(steps=STEPS, lr=lr, schedule="late", floor=0.0, warmup=0.0) for lr in (1e30, 1e-3)
+        Optimizer(steps=STEPS, lr=lr, schedule="constant", floor=0.0, warmup=0.0)
+        for lr in (1e30, 1e-3)
     )
     with pytest.raises(NonFiniteError, match=r"step 5 is not finite: got .*no earlier state was"):
         run(tmp_path, setup=SETUP._replace(optimizer=wild))
@@ -244,10 +245,10 @@ def test_failed_state_write_keeps_previous_state(
 def test_train_plan_refuses_invalid_values() -> None:
     for wrong in (0, 1.5, True, "3", None, 1 << 40):
         for name in ("steps", "gradient_accumulation_steps"):
-            with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 "):
+            with pytest.raises(ConfigError, match=f"{name} must be a whole number"):
                 TrainPlan(**{"steps": 1, name: wrong})
     for seed in (-1, 1.0, "a", None, 1 << 32):
-        with pytest.raises(ConfigError, match="seed must be a whole number from 0 "):
+        with pytest.raises(ConfigError, match="seed must be a whole number"):
             TrainPlan(steps=1, seed=seed)  # type: ignore[arg-type]
     assert TrainPlan(steps=np.int64(3)) == TrainPlan(steps=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="patience needs validation data"):

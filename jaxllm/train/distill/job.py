@@ -7,13 +7,9 @@ loss would be silently wrong, so tokenizers are compared token by token.
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
-
-import msgspec
 
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
-from jaxllm.runtime.schema import field_errors
 from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Data
@@ -29,67 +25,10 @@ from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss, Re
 from jaxllm.train.distill.on_policy import OnPolicySampler
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken
+from jaxllm.train.settings import Distillation
 from jaxllm.weights.paths import Params
 
 _MAX_SHOWN = 3
-
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """Options of distillation.
-
-    Attributes:
-      beta: divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.
-      temperature: of both distributions in the divergence.
-      alpha: weight of the divergence in the loss; the rest is cross-entropy with the labels. With 0
-        and no `hidden` no teacher runs, and its tokenizer may differ.
-      top_k: record the teacher's top-k tokens once, instead of running it in each step; 0: run it.
-      on_policy: fraction of steps whose rows the student generates, from the rows' prompts or the
-        first `prompt_tokens` of a text, at most `new_tokens` at `sample_temperature`.
-      hidden: also compare hidden states, by "mse" or "cosine", with `hidden_weight`.
-      pairs: layers of student and teacher to compare; default: evenly spaced.
-
-    Raises ConfigError for values out of range, or that exclude each other.
-    """
-
-    beta: Fraction = 0.0
-    temperature: Positive = 1.0
-    alpha: Fraction = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
-    on_policy: Fraction = 0.0
-    prompt_tokens: PositiveInt = 16
-    new_tokens: PositiveInt = 128
-    sample_temperature: Positive = 1.0
-    hidden: Literal["mse", "cosine"] | None = None
-    hidden_weight: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 1.0
-    pairs: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        complaints = field_errors(self)
-        if self.top_k and self.on_policy:
-            complaints.append(
-                "recorded teacher outputs (top_k) do not cover rows that the student generates"
-                " (on_policy): drop one of them"
-            )
-        if self.top_k and self.hidden:
-            complaints.append("hidden states need a running teacher: drop top_k or hidden")
-        if self.alpha == 0 and (self.top_k or self.on_policy):
-            complaints.append(
-                "with alpha 0 the teacher's outputs are not used: drop top_k and on_policy, or set"
-                " alpha above 0"
-            )
-        if self.pairs and not self.hidden:
-            complaints.append("pairs of layers need hidden: set it to mse or cosine")
-        if complaints:
-            raise ConfigError("; ".join(complaints))
-
-    @property
-    def loss_config(self) -> DistillLossConfig:
-        return DistillLossConfig(self.beta, self.temperature, self.alpha)
 
 
 def distill(
@@ -130,6 +69,7 @@ def distill(
     if options.alpha == 0 and options.hidden is None:
         return job
     size = common_vocab_size(teacher, student)
+    loss = DistillLossConfig(options.beta, options.temperature, options.alpha)
     _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
@@ -150,7 +90,7 @@ def distill(
 
         return dataclasses.replace(
             job,
-            objective=RecordedTeacherLoss(size, options.loss_config),
+            objective=RecordedTeacherLoss(size, loss),
             eval_data=None if eval_data is None else record(eval_data, "held-out"),
             data=record(data, "data"),
         )
@@ -171,9 +111,7 @@ def distill(
             options.sample_temperature,
             eos_token_ids(student),
         )
-    objective = OnlineTeacherLoss(
-        with_sharded_rows(teacher.model), size, options.loss_config, hidden
-    )
+    objective = OnlineTeacherLoss(with_sharded_rows(teacher.model), size, loss, hidden)
     return dataclasses.replace(
         job, params=params, objective=objective, extra_inputs=teacher.params, prepare=prepare
     )

@@ -1,63 +1,22 @@
 """Reinforcement learning as a training job: its options, and what they become."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
 
-import msgspec
-
-from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.generation.options.resolve import resolve_options
 from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.grammar.grammar import KINDS
 from jaxllm.lm import LM
 from jaxllm.models.invariance import make_invariant
-from jaxllm.runtime.schema import field_errors
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.rl.answers import AnswerSampler
 from jaxllm.train.rl.losses import FORMS, PolicyLoss
 from jaxllm.train.rl.prompts import Prompts, Reward
+from jaxllm.train.settings import Reinforcement
 
 # Sampling options of an answer; XTC draws random numbers, which the training pass does not have.
 SAMPLING = {*PROCESSORS, *KINDS} - {"xtc_probability", "xtc_threshold"}
-
-Bound = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reinforcement:
-    """Options of reinforcement learning.
-
-    Attributes:
-      loss: a key of `losses.FORMS`.
-      group_size: answers per prompt; of scored answers, those that the file has.
-      max_new_tokens: of an answer.
-      sampling: options of `generate` that determine the distribution to sample from, by name; by
-        default the model's own, whatever the checkpoint's generation_config.json has.
-      clip_low, clip_high: the ratio is clipped to `1 - clip_low` and `1 + clip_high`; by default
-        0.2, and 0.28 above for dapo.
-      beta: weight of the divergence from the reference: the weights at the start, without adapter.
-
-    Raises ConfigError for values out of range, SamplingError for other options in `sampling`.
-    """
-
-    loss: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
-    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
-    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    clip_low: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
-    clip_high: Bound | None = None
-    beta: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
-
-    def __post_init__(self) -> None:
-        if complaints := field_errors(self):
-            raise ConfigError("; ".join(complaints))
-        if unknown := sorted(self.sampling.keys() - SAMPLING):
-            raise SamplingError(
-                f"{unknown[0]} is no option of answers to train on: give processors and grammars"
-            )
-        if self.sampling.get("temperature", 1.0) == 0:
-            raise SamplingError("the temperature must be above 0: equal answers teach nothing")
 
 
 def reinforce(

@@ -271,9 +271,7 @@ def test_commands_accept_gguf_file(
     assert run("convert", shallow(family), file, "--to-gguf", "F32")[0] == 0
     outputs = {}
     for model in (file, shallow(family)):
-        out, _ = succeed(
-            run, "generate", "-m", model, "-p", "One day", "-n", 12, "--dtype", "float32"
-        )
+        out, _ = succeed(run, "generate", model, "-p", "One day", "-n", 12, "--dtype", "float32")
         outputs[model] = out
     assert outputs[file] == outputs[shallow(family)] != ""
     _, out, _ = run("info", file, "--json")

@@ -18,7 +18,7 @@ from jaxllm.evaluate.needle.haystack import FRIENDS, KINDS, STYLES, make_probe
 from jaxllm.evaluate.needle.prefill import prefill_texts, score_answers
 from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
 from jaxllm.models import build
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.tiny_models import (
     Twin,
     assert_close,
@@ -265,8 +265,7 @@ def test_recall_command_writes_table_json_and_picture(
     options = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
     files = ("--out", out, "--picture", picture)
     model = shallow("llama")
-    status, shown, err = run("recall", model, "--texts", "story", *options, *files, "--slots", 32)
-    assert status == 0, err
+    shown, err = succeed(run, "recall", model, "--texts", "story", *options, *files, "--slots", 32)
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())
     assert (report["texts"], report["slots"]) == ("story", 32)

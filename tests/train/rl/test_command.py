@@ -71,9 +71,12 @@ def test_train_rl_trains_adapter_on_scored_answers(run: Run, prompts: Path, tmp_
         (("--reward", "rewards_of_test:missing"), "has no attribute 'missing'"),
         ((), "either --reward MODULE:FUNCTION or --scored"),
         (("--reward", "rewards_of_test:score", "--scored"), "either --reward"),
-        (("--reward", "rewards_of_test:score", "--group-size", 1), "group_size"),
-        (("--reward", "rewards_of_test:score", "--no-pack"), "train rl has no --no-pack"),
-        (("--reward", "rewards_of_test:score", "--prompts", "x"), "Use --data"),
+        (
+            ("--reward", "rewards_of_test:score", "--group-size", 1),
+            "--group-size must be 2 or more",
+        ),
+        (("--reward", "rewards_of_test:score", "--no-pack"), "No such option: --no-pack"),
+        (("--reward", "rewards_of_test:score", "--prompts", "x"), "use --data"),
         (("--scored",), "line 1"),
     ],
 )
@@ -82,7 +85,7 @@ def test_train_rl_bad_input_gives_one_line_error(
 ) -> None:
     out = tmp_path / "out"
     status, _, err = run("train", "rl", "demo:llama", out, "--data", prompts, *SMALL, *arguments)
-    assert status == 1
+    assert status in (1, 2)
     assert message in err
     assert "Traceback" not in err
     assert not out.exists()

@@ -1,4 +1,4 @@
-"""Options that all training commands share, and the code that runs their jobs."""
+"""Flags that all training commands share, and the run of their jobs."""
 
 import dataclasses
 import json
@@ -11,16 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.options import (
-    Out,
-    check_plot_file,
-    check_writable,
-    load_model,
-    parse_dtype,
-    parts_dir,
-)
+from jaxllm.cli.fields import Flags
+from jaxllm.cli.options import NewFile, Plot, load_model, parse_dtype, parts_dir
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.runtime import multihost
+from jaxllm.train.settings import OptimizerSettings, TrainPlan
 
 if TYPE_CHECKING:
     from jaxllm.checkpoints.native import Checkpoint
@@ -28,16 +23,71 @@ if TYPE_CHECKING:
     from jaxllm.train.data.examples import Examples
     from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import TrainJob
-    from jaxllm.train.loop import StepRecord, TrainPlan, TrainResult
+    from jaxllm.train.loop import StepRecord, TrainResult
     from jaxllm.train.optimizer import Optimizer
 
 ModelToTrain = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as for generate.")]
-Target = Out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The options of every training command: the annotation of a field is its flag.
+class RunOptions:
+    """The flags of every run, with some of its plan and optimizer.
+
+    Attributes:
+      data: Prompts: JSON lines with "prompt", or with "messages" for the chat template.
+      steps: Number of optimizer steps [default: by --epochs].
+      epochs: Number of epochs.
+      batch_size: Prompts per batch.
+      lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4, rl 1e-5].
+      max_grad_norm: Maximum gradient norm; 0 for no limit.
+      eval_steps: Steps between two lines of the log [default: a tenth of all].
+      sample: Prompt to continue after each evaluation.
+      keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
+      resume: Continue from OUT.parts even if OUT exists, and replace OUT.
+      gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
+      dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
+      report: JSON file to write: the numbers of every step, updated at each evaluation.
+      plot: PNG file to draw: the losses.
+    """
+
+    data: Path
+    steps: Annotated[int | None, typer.Option(min=1)] = None
+    epochs: float = 1.0
+    batch_size: Annotated[int, typer.Option(min=1)] = 8
+    plan: Annotated[
+        dict[str, Any], Flags(TrainPlan, "gradient_accumulation_steps", "seed", "save_steps")
+    ]
+    lr: float | None = None
+    optimizer: Annotated[
+        dict[str, Any], Flags(OptimizerSettings, "schedule", "warmup", "weight_decay")
+    ]
+    max_grad_norm: float = 1.0
+    eval_steps: Annotated[int | None, typer.Option(min=1)] = None
+    sample: str | None = None
+    keep_state: bool = False
+    resume: bool = False
+    gradient_checkpointing: bool = False
+    dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
+    report: NewFile = None
+    plot: Plot = None
+
+    @property
+    def seed(self) -> int:
+        """The random seed."""
+        return int(self.plan["seed"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardOptions(RunOptions):
+    """The flags of training on rewards: no evaluation data, one document per row, one device."""
+
+    eval_data = length = mesh = None
+    eval_split, fsdp = 0.0, False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """The flags of training on texts.
 
     Attributes:
       data: Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl) with
@@ -45,81 +95,29 @@ class TrainOptions:
       eval_data: Evaluation data [default: --eval-split of the training data].
       eval_split: Share of the examples held out for evaluation, chosen by the seed (of a single
         text its end); 0 for none.
-      steps: Number of optimizer steps [default: by --epochs].
-      epochs: Number of epochs.
       batch_size: Rows per batch.
-      gradient_accumulation_steps: Batches per optimizer step.
       length: Tokens per row [default: 512, or the context if shorter].
       no_pack: One document per row, padded, instead of packed rows.
-      lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4].
-      schedule: Learning rate after warmup: cosine, linear or constant.
-      warmup: Share of steps with learning rate warmup, 0 to 1.
-      weight_decay: Weight decay of matrices.
-      max_grad_norm: Maximum gradient norm; 0 for no limit.
       eval_steps: Steps between evaluations [default: a tenth of all].
-      patience: Evaluations without improvement before early stopping; the best step is written.
-      sample: Prompt to continue after each evaluation.
-      save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
-      keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
-      resume: Continue from OUT.parts even if OUT exists, and replace OUT.
-      gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
       mesh: Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers; tensor
         heads, MLPs and vocabulary.
       fsdp: Shard weights, gradients and optimizer state over --mesh data=N; each weight is gathered
         when it is used.
-      seed: Random seed.
-      dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
-      report: JSON file to write: the numbers of every step, updated at each evaluation.
-      plot: PNG file to draw: the losses.
     """
 
-    data: Path
+    plan: Annotated[
+        dict[str, Any],
+        Flags(TrainPlan, "gradient_accumulation_steps", "seed", "patience", "save_steps"),
+    ]
     eval_data: Path | None = None
     eval_split: float = 0.05
-    steps: Annotated[int | None, typer.Option(min=1)] = None
-    epochs: float = 1.0
-    batch_size: Annotated[int, typer.Option(min=1)] = 8
-    gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1
     length: Annotated[int | None, typer.Option(min=2)] = None
     no_pack: bool = False
-    lr: float | None = None
-    schedule: str = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    eval_steps: Annotated[int | None, typer.Option(min=1)] = None
-    patience: Annotated[int | None, typer.Option(min=1)] = None
-    sample: str | None = None
-    save_steps: Annotated[int | None, typer.Option(min=1)] = None
-    keep_state: bool = False
-    resume: bool = False
-    gradient_checkpointing: bool = False
     mesh: Annotated[str | None, typer.Option(metavar="AXES")] = None
     fsdp: bool = False
-    seed: Annotated[int, typer.Option(min=0)] = 0
-    dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
-    report: Path | None = None
-    plot: Path | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardOptions(TrainOptions):
-    """The same for training on rewards, which has no evaluation data and one document per row.
-
-    Attributes:
-      data: Prompts: JSON lines with "prompt", or with "messages" for the chat template.
-      eval_split: Not used by train rl.
-      eval_steps: Steps between two lines of the log [default: a tenth of all].
-      batch_size: Prompts per batch.
-    """
-
-    eval_split: float = 0.0
-
-    def check(self) -> None:
-        """Raise ConfigError for options that training on rewards does not have."""
-        for name in ("eval_data", "eval_split", "length", "no_pack", "patience", "mesh", "fsdp"):
-            if getattr(self, name):
-                raise ConfigError(f"train rl has no --{name.replace('_', '-')}: drop it")
+Options = TrainOptions | RewardOptions
 
 
 class RunSetup(NamedTuple):
@@ -130,31 +128,33 @@ class RunSetup(NamedTuple):
 
     checkpoint: "Checkpoint"
     optimizer: "Optimizer"
-    plan: "TrainPlan"
+    plan: TrainPlan
 
 
 def check_run(
     model: str,
     target: Path,
-    options: TrainOptions,
+    options: Options,
     lr: float,
     result: str | None = "config.json",
     gate_lr: float | None = None,
+    num_iterations: int = 1,
 ) -> RunSetup:
     """Check all that can be checked before weights are read and data are encoded.
 
     Args:
-      lr: the default learning rate.
-      result: the file in OUT that marks it complete; None if OUT is a file itself.
-      gate_lr: the learning rate of an Infini-attention model's gates.
+      lr: The default learning rate.
+      result: The file in OUT that marks it complete; None if OUT is a file itself.
+      gate_lr: The learning rate of an Infini-attention model's gates.
+      num_iterations: Optimizer steps on the same answers.
 
-    Raises ConfigError or CheckpointError for options that the run would fail on.
+    Raises:
+      ConfigError, CheckpointError: The run would fail on an option.
     """
     from jaxllm.convert.registry import open_checkpoint
     from jaxllm.files import regular_size
     from jaxllm.sharding.mesh_spec import parse_mesh
     from jaxllm.train.infini import gate_rates
-    from jaxllm.train.loop import TrainPlan
     from jaxllm.train.optimizer import Optimizer, import_optax
 
     import_optax()
@@ -165,7 +165,7 @@ def check_run(
         raise ConfigError(f"--epochs must be a finite number above 0: got {options.epochs}")
     if not 0 <= options.eval_split < 1:
         raise ConfigError(f"--eval-split must be at least 0 and below 1: got {options.eval_split}")
-    if options.patience is not None and options.eval_data is None and not options.eval_split:
+    if options.plan.get("patience") and options.eval_data is None and not options.eval_split:
         raise ConfigError("--patience requires an evaluation loss: leave --eval-split above 0")
     for path in (options.data, options.eval_data):
         if path is not None:
@@ -173,20 +173,13 @@ def check_run(
     _check_target(target, options, result)
     steps = options.steps or 1
     plan = TrainPlan(
-        steps=steps,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-        seed=options.seed,
-        eval_steps=options.eval_steps,
-        patience=options.patience,
-        save_steps=options.save_steps,
+        steps=steps, eval_steps=options.eval_steps, num_iterations=num_iterations, **options.plan
     )
     optimizer = Optimizer(
         steps=steps,
         lr=lr if options.lr is None else options.lr,
-        warmup=options.warmup,
-        schedule=options.schedule,
-        max_grad_norm=None if options.max_grad_norm == 0 else options.max_grad_norm,
-        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm or None,
+        **options.optimizer,
     )
     opened = open_checkpoint(model)
     context = opened.config.context_length
@@ -201,7 +194,7 @@ def check_run(
     return RunSetup(opened, dataclasses.replace(optimizer, rates=rates), plan)
 
 
-def _check_target(target: Path, options: TrainOptions, result: str | None) -> None:
+def _check_target(target: Path, options: Options, result: str | None) -> None:
     """Raise CheckpointError or ConfigError if OUT or another output cannot be written."""
     from jaxllm.files import check_vacant, path_exists
 
@@ -225,15 +218,13 @@ def _check_target(target: Path, options: TrainOptions, result: str | None) -> No
     if not has_result or not options.resume:
         name = target.parent if result is None else target
         check_vacant(name, result or target.name, "a result")
-    check_writable("--report", options.report)
-    check_plot_file("--plot", options.plot)
 
 
 def run_training(
     lm: "LM",
     job: "TrainJob | Callable[[Data, Data | None], TrainJob]",
     target: Path,
-    options: TrainOptions,
+    options: Options,
     setup: RunSetup,
     title: str,
     examples: "Callable[[Path], Examples] | None" = None,
@@ -254,9 +245,9 @@ def run_training(
     from jaxllm.train import jobs, plots
 
     held_out = None
-    if data is None:
+    if isinstance(options, TrainOptions):
         data, held_out = _read_data(lm, options, examples, reserved_tokens)
-    batches = options.epochs * len(data) / options.gradient_accumulation_steps
+    batches = options.epochs * len(data) / setup.plan.gradient_accumulation_steps
     steps = options.steps or max(1, round(batches * setup.plan.num_iterations))
     log(f"{data.summary}; {steps:,} steps")
     eval_steps = options.eval_steps or max(1, steps // 10)
@@ -313,7 +304,7 @@ def _write_result(job: "TrainJob", params: Any, target: Path) -> None:
 
 
 def load_training_model(
-    model: str, options: TrainOptions, dtype: str | None = None, **kwargs: Any
+    model: str, options: Options, dtype: str | None = None, **kwargs: Any
 ) -> "LM":
     """Load a model on the mesh of the options, by default in their compute dtype."""
     return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **kwargs)

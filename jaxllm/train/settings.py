@@ -1,0 +1,181 @@
+"""Settings of training runs: their bounds and meanings, from which the commands' flags come.
+
+This module does not import JAX.
+"""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from jaxllm.errors import ConfigError, SamplingError
+from jaxllm.files import compile_pattern
+from jaxllm.runtime.schema import check_fields, field_errors
+
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]  # steps are counted in int32
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(ge=0, lt=1e38)]
+Positive = Annotated[float, Meta(gt=0, lt=1e9)]
+Weight = Annotated[float, Meta(ge=0, lt=1e9)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Seed = Annotated[int, Meta(ge=0, lt=1 << 32)]  # as JAX's keys take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """The length of a run, and how often it is evaluated and saved.
+
+    Attributes:
+      steps: Number of optimizer steps.
+      gradient_accumulation_steps: Batches per optimizer step.
+      num_iterations: Optimizer steps on the same batches or answers.
+      seed: Random seed.
+      eval_steps: Steps between evaluations and lines of the log; None for one at the end.
+      patience: Evaluations without improvement before early stopping; the best step is written.
+      save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
+
+    Raises ConfigError for values out of bounds.
+    """
+
+    steps: Count
+    gradient_accumulation_steps: Count = 1
+    num_iterations: Count = 1
+    seed: Seed = 0
+    eval_steps: Count | None = None
+    patience: Count | None = None
+    save_steps: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Settings of AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
+
+    Attributes:
+      steps: Steps of the whole run.
+      lr: Peak learning rate; at 0 nothing changes.
+      warmup: Share of steps with learning rate warmup, 0 to 1.
+      schedule: Learning rate after warmup; cosine and linear decay it to a tenth (`floor`).
+      floor: Last learning rate, as a share of the peak.
+      max_grad_norm: Maximum gradient norm; None for no limit.
+      weight_decay: Weight decay of matrices.
+      b1: Decay of the mean gradient.
+      b2: Decay of the mean squared gradient.
+      eps: Term added to the denominator.
+      rates: Rows `(regex, peak)` over trained paths, as in `weights.paths`, for parameters with
+        another peak rate. They follow the same schedule and do not decay.
+
+    Raises ConfigError for values out of bounds.
+    """
+
+    steps: Count
+    lr: Rate = 1e-4
+    warmup: Fraction = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    floor: Fraction = 0.1
+    max_grad_norm: Annotated[float, Meta(gt=0, lt=1e38)] | None = 1.0
+    weight_decay: Rate = 0.01
+    b1: Decay = 0.9
+    b2: Decay = 0.999
+    eps: Annotated[float, Meta(gt=0, lt=1)] = 1e-8
+    rates: tuple[tuple[str, Rate], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "rates", tuple(map(tuple, self.rates)))
+        for regex, _ in self.rates:
+            compile_pattern(regex, "rates")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Options of distillation.
+
+    Attributes:
+      beta: Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.
+      temperature: Temperature of teacher and student in the divergence.
+      alpha: Weight of the divergence from the teacher; 1 - alpha is cross-entropy.
+      top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
+      on_policy: Share of steps on texts sampled from the student (GKD).
+      prompt_tokens: Length of an on-policy prompt from a text without one.
+      new_tokens: Maximum number of new tokens of an on-policy text.
+      sample_temperature: Sampling temperature of on-policy texts.
+      hidden: Additional loss on hidden states.
+      hidden_weight: Weight of the loss on hidden states.
+      pairs: Layers of student and teacher to compare [default: evenly spaced].
+
+    Raises ConfigError for values out of bounds, or that exclude each other.
+    """
+
+    beta: Fraction = 0.0
+    temperature: Positive = 1.0
+    alpha: Fraction = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    on_policy: Fraction = 0.0
+    prompt_tokens: Annotated[int, Meta(ge=1)] = 16
+    new_tokens: Annotated[int, Meta(ge=1)] = 128
+    sample_temperature: Positive = 1.0
+    hidden: Literal["mse", "cosine"] | None = None
+    hidden_weight: Weight = 1.0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        complaints = field_errors(self)
+        if self.top_k and self.on_policy:
+            complaints.append(
+                "recorded teacher outputs (top_k) do not cover rows that the student generates"
+                " (on_policy): drop one of them"
+            )
+        if self.top_k and self.hidden:
+            complaints.append("hidden states need a running teacher: drop top_k or hidden")
+        if self.alpha == 0 and (self.top_k or self.on_policy):
+            complaints.append(
+                "with alpha 0 the teacher's outputs are not used: drop top_k and on_policy, or set"
+                " alpha above 0"
+            )
+        if self.pairs and not self.hidden:
+            complaints.append("pairs of layers need hidden: set it to mse or cosine")
+        if complaints:
+            raise ConfigError("; ".join(complaints))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reinforcement:
+    """Options of reinforcement learning.
+
+    Attributes:
+      loss: Form of the loss.
+      group_size: Answers per prompt, which are compared with each other; of scored answers, those
+        that the file has.
+      max_new_tokens: Maximum number of tokens of an answer.
+      sampling: Options of `generate` that determine the distribution to sample from, by name
+        [default: the model's own, whatever the checkpoint's generation_config.json has].
+      clip_low: Limit of the probability ratio: 1 - X.
+      clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
+      beta: Weight of the divergence from the model before training.
+
+    Raises ConfigError for values out of bounds, SamplingError for other options in `sampling`.
+    """
+
+    loss: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 64
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    clip_high: Positive | None = None
+    beta: Weight = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.sampling:
+            return
+        from jaxllm.train.rl.job import SAMPLING  # with JAX
+
+        if unknown := sorted(self.sampling.keys() - SAMPLING):
+            raise SamplingError(
+                f"{unknown[0]} is no option of answers to train on: give processors and grammars"
+            )
+        if self.sampling.get("temperature", 1.0) == 0:
+            raise SamplingError("the temperature must be above 0: equal answers teach nothing")
