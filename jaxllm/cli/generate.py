@@ -46,8 +46,6 @@ def generate(
     chat: bool = False,
     special_tokens: Annotated[bool, typer.Option("--special-tokens/--no-special-tokens")] = True,
     as_json: AsJson = False,
-    server: Annotated[str | None, typer.Option(metavar="URL|PATH")] = None,
-    api_key: str | None = None,
     *,
     sampling: SamplingOptions,
     loading: LoadingOptions,
@@ -66,25 +64,12 @@ def generate(
       special_tokens: Read special tokens in the prompt, as in '<|fim_prefix|>', instead of their
         letters.
       as_json: Print one JSON object with text, tokens and timings.
-      server: URL or Unix socket of a running jaxllm serve, to generate with its model.
-      api_key: Key for that server.
     """
     start = time.perf_counter()
-    if server is not None and prompt is None and prompt_option is None and prompt_file is None:
-        model, prompt = "", model  # the one argument is the text
     text = _read_prompt(prompt, prompt_option, prompt_file)
     for string in stop or ():
         if any(escape in string for escape in ("\\n", "\\t", "\\r")):
             log(f"--stop {string} is taken literally; for a line break, write --stop $'\\n'")
-    if server is not None:
-        if steer:
-            raise ConfigError("--steer requires a local model. A server has its own vectors")
-        from jaxllm.server.ask import print_answer
-
-        asked = _read_server_options(sampling, stop)
-        text = read_stdin().rstrip("\n") if text == "-" else text
-        how: Any = {"chat": chat, "echo": echo, "as_json": as_json, "model": model, "key": api_key}
-        return print_answer(server, text, asked, **how)
     with spinner("starting"):  # JAX is imported
         early_imports.import_jax()
     options = read_options(
@@ -168,15 +153,6 @@ def generate(
         f"{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f}"
         f" s{compiling_time}"
     )
-
-
-def _read_server_options(sampling: SamplingOptions, stop: list[str] | None) -> dict[str, Any]:
-    """Return the options of a request, with the names of OpenAI's interface."""
-    options = read_options(sampling.more, stop_strings=stop, **sampling.options)
-    seed = sampling.parse_seed("random")
-    options["seed"] = None if seed == "random" else seed
-    renamed = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-    return {renamed.get(name, name): value for name, value in options.items()}
 
 
 def _read_prompt(argument: str | None, option: str | None, file: Path | None) -> str:

@@ -282,7 +282,6 @@ def test_commands_make_and_use_a_vector(
     assert "edits = blocks.0.resid_post, blocks.1.resid_post" in log
     for arguments, message in (
         (("generate", "--steer", "none.gguf:2"), "none.gguf"),
-        (("generate", "--server", "http://x", "--steer", "a.gguf", "-p", "x"), "a local model"),
         (("steer", "demo:llama", "pairs.tsv", "a.gguf"), "already exists"),
         (("serve", "--steer", "a.gguf"), "--steer must be NAME=FILE"),
     ):

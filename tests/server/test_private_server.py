@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,24 +116,3 @@ def test_adapter_is_a_model(private: Private) -> None:
         expected = private.lm.generate("One day", max_new_tokens=6, adapter=adapter).text
         assert texts[name] == expected
     assert texts["style"] != texts["demo:llama"]
-
-
-def test_command_asks_unix_socket_with_key(private: Private) -> None:
-    command = [sys.executable, "-P", "-m", "jaxllm", "generate", "--server", private.socket, "-n"]
-    asked = [*command, "5", "-p", "One day"]
-    done = subprocess.run([*asked, "--api-key", KEYS[1]], capture_output=True, text=True)
-    expected = private.lm.generate("One day", max_new_tokens=5, adapter="base").text
-    assert done.stdout == expected, done.stderr
-    assert "5 tokens (length)" in done.stderr
-    done = subprocess.run(asked, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"jaxllm: {private.socket}: Invalid API Key\n"
-    # A flag that only the whole command line reads.
-    done = subprocess.run(
-        [*asked, "--api-key", KEYS[1], "-o", "suppress_tokens=[5]"], capture_output=True, text=True
-    )
-    assert done.stdout == expected, done.stderr
-    nowhere = [*command, "5", "x", "--api-key", "k"]
-    nowhere[nowhere.index(private.socket)] = "/nowhere/s"
-    done = subprocess.run(nowhere, capture_output=True, text=True)
-    assert done.stderr.startswith("jaxllm: no server at /nowhere/s") and done.returncode == 1
