@@ -150,15 +150,24 @@ def run_and_commit(
     tail: the cache without its frozen segments. names: of the sites to read, in full. options:
     further arguments of `run_model`.
     """
-    segments = (*frozen, tail.tail)
-    options["read"] = sites_to_record(names)
-    trace, delta, mass = run_model(
-        model, params, segments, token_BT, position_BT, memory=tail.memory, **options
-    )
+    options |= {"read": sites_to_record(names), "memory": tail.memory}
+    run = run_model(model, params, (*frozen, tail.tail), token_BT, position_BT, **options)
+    return _commit_pass(model, tail, *run, names)
+
+
+def _commit_pass(
+    model: Model,
+    tail: KVCache,
+    trace: Trace,
+    delta: Delta,
+    mass: jax.Array | None,
+    names: tuple[str, ...],
+) -> StepOutput:
+    """Commit what `run_model` computed."""
     # The write must wait for the last layer's read, which no later layer orders before it.
     after = trace.read_outputs
     after = after if mass is None or not after else (*after, mass)
-    mass = None if mass is None else to_cache_slots(mass, tail, token_BT.shape[1])
+    mass = None if mass is None else to_cache_slots(mass, tail, delta.position_BS.shape[1])
     cache = constrain_cache(apply_delta(tail, delta, after), model)
     return StepOutput(trace.logits, cache, mass, trace.read_sites(names))
 
@@ -255,10 +264,12 @@ def _prefill(
     """Run one pass of a prompt, of which length_B is the whole length."""
     column_C = jnp.arange(token_BC.shape[1], dtype=jnp.int32)[None]
     last_B = jnp.argmax(jnp.where(position_BC >= 0, column_C, -1), axis=1)
-    out = run_and_commit(
-        model, params, frozen, tail, token_BC, position_BC, names,
-        length_B=length_B, column_B=last_B, attention_mass=attention_mass, edits=edits,
+    run = run_model(
+        model, params, (*frozen, tail.tail), token_BC, position_BC, length_B=length_B,
+        column_B=last_B, attention_mass=attention_mass, memory=tail.memory, edits=edits,
+        read=sites_to_record(names),
     )  # fmt: skip
+    out = _commit_pass(model, tail, *run, names)
     return out.replace(logits=out.logits[:, 0])
 
 

@@ -365,17 +365,18 @@ def run_blocks(
     """
     if runner is not None:
         return runner(blocks, x, scope, remat)
-    run = _run_remat if remat else _share_traces(scope) if _can_share(blocks, scope) else _run
+    shared = None if remat or not _can_share(blocks, scope) else _share_traces(scope)
     layers = list[Layer]()
     for block in blocks:
-        layers.append(run(block, x, scope))
+        if remat:
+            layers.append(_run_remat(block, x, scope))
+        elif shared is not None:
+            run, arguments = shared
+            layers.append(run(*arguments(block), x))
+        else:
+            layers.append(block(x, scope))
         x = layers[-1].x
     return tuple(layers), x
-
-
-def _run(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:
-    layer: Layer = block(x, scope)
-    return layer
 
 
 def _can_share(blocks: Sequence[Any], scope: AttentionContext) -> bool:
@@ -394,15 +395,15 @@ def _can_share(blocks: Sequence[Any], scope: AttentionContext) -> bool:
     )
 
 
-def _share_traces(whole: AttentionContext) -> Callable[[Any, jax.Array, AttentionContext], Layer]:
-    """Return a function that runs a layer, tracing only the first of each kind.
+def _share_traces(whole: AttentionContext) -> tuple[Callable[..., Layer], Callable[[Any], Any]]:
+    """Return a function that runs a layer, tracing only the first of each kind, and its arguments.
 
     Tracing 22 layers one by one took half of the time that a new program takes. XLA inlines the
     layers, so that the program is the same.
     """
 
     @partial(jax.jit, static_argnums=0)
-    def run(first: Any, params: Any, x: jax.Array, entries: Any, memory: Any) -> Layer:
+    def run(first: Any, params: Any, entries: Any, memory: Any, x: jax.Array) -> Layer:
         before = (None,) * first.layer
         segments = tuple(
             s.replace(k=(*before, k), v=(*before, v))
@@ -414,16 +415,15 @@ def _share_traces(whole: AttentionContext) -> Callable[[Any, jax.Array, Attentio
 
     firsts: dict[Any, Any] = {}
 
-    def run_one(block: Any, x: jax.Array, scope: AttentionContext) -> Layer:
-        kind = block.config.layer_signature(block.layer)
-        if kind not in firsts:
-            firsts[kind] = block.clone(parent=None, name=None)
-        entries = [(s.k[block.layer], s.v[block.layer]) for s in scope.segments]
-        memory = scope.memory and (scope.memory[block.layer],)
-        layer: Layer = run(firsts[kind], block.variables["params"], x, entries, memory)
-        return layer
+    def arguments(block: Any) -> tuple[Any, ...]:
+        first = firsts.setdefault(
+            block.config.layer_signature(block.layer), block.clone(parent=None, name=None)
+        )
+        entries = [(s.k[block.layer], s.v[block.layer]) for s in whole.segments]
+        memory = whole.memory and (whole.memory[block.layer],)
+        return first, block.variables["params"], entries, memory
 
-    return run_one
+    return run, arguments
 
 
 def _run_remat(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:

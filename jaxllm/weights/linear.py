@@ -86,64 +86,55 @@ def _make_product(digits: int) -> Callable[..., Products]:
 
     @jax.custom_jvp
     def multiply(x_RI: jax.Array, weights: Weights) -> Products:
-        return _dispatch_platform(x_RI, weights, digits)
+        paths = [_choose_path(x_RI, weight, digits) for weight in weights]
+        if len(set(paths)) > 1:
+            products: dict[int, jax.Array] = {}
+            for path in dict.fromkeys(paths):  # weights of one path in one call
+                indices = [i for i, other in enumerate(paths) if other is path]
+                some = multiply(x_RI, tuple(weights[i] for i in indices))
+                products.update(zip(indices, some, strict=True))
+            return tuple(products[i] for i in range(len(weights)))
+        if paths[0] is _PLAIN[digits]:
+            return paths[0](x_RI, weights)
+        y: Products = jax.lax.platform_dependent(
+            x_RI, weights, cpu=paths[0], default=_PLAIN[digits]
+        )
+        return y
 
     @multiply.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return multiply(*primals), jax.jvp(partial(_multiply_jax, 3), primals, tangents)[1]
+        return multiply(*primals), jax.jvp(_PLAIN[3], primals, tangents)[1]
 
     # A model has the same product in every layer: jitted, it is traced only once.
     return jax.jit(multiply)
-
-
-_PRODUCTS = {digits: _make_product(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
-
-
-def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
-    paths = [_choose_path(x_RI, weight, digits) for weight in weights]
-    if len(set(paths)) > 1:
-        products: dict[int, jax.Array] = {}
-        for path in dict.fromkeys(paths):  # weights of one path in one call
-            indices = [i for i, other in enumerate(paths) if other is path]
-            some = _dispatch_platform(x_RI, tuple(weights[i] for i in indices), digits)
-            products.update(zip(indices, some, strict=True))
-        return tuple(products[i] for i in range(len(weights)))
-    plain, branches = partial(_multiply_jax, digits), dict[str, Callable[..., Products]]()
-    if paths[0] is not _multiply_jax:
-        branches["cpu"] = partial(paths[0], digits)
-    if not branches:
-        return plain(x_RI, weights)
-    y: Products = jax.lax.platform_dependent(x_RI, weights, **branches, default=plain)
-    return y
 
 
 def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """Choose how a CPU multiplies these."""
     rows, matrix = x_RI.shape[0], as_weight(weight).native_matrix()
     if not native.is_enabled() or is_accelerator() or matrix is None:
-        return _multiply_jax
+        return _PLAIN[digits]
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
     if x_RI.dtype == jnp.int8 and as_weight(weight).supports_int8_inputs:
-        return _multiply_native  # its sums are exact, for any number of rows
+        return _NATIVE[digits]  # its sums are exact, for any number of rows
     path = native.kernel_path(matrix.kind, inputs)
     if rows > 0 and (path.max_rows is None or rows <= path.max_rows):
-        return _multiply_native
+        return _NATIVE[digits]
     if path.fallback == "many":
-        return _multiply_many
-    if not isinstance(weight, WeightBase):
-        return _multiply_jax
-    if path.fallback == "plain" and inputs == "bfloat16":
-        return _multiply_jax
-    return _multiply_dequantized
+        return _NATIVE_MANY[digits]
+    if not isinstance(weight, WeightBase) or (path.fallback == "plain" and inputs == "bfloat16"):
+        return _PLAIN[digits]
+    return _DEQUANTIZED[digits]
 
 
-def _multiply_native(
-    digits: int, x_RI: jax.Array, weights: Weights, *, matrix_unit: bool = False
-) -> Products:
-    """Multiply with the native kernel; under `vmap` over x alone, the batch becomes more rows."""
+def _make_native(digits: int, matrix_unit: bool) -> Callable[..., Products]:
+    """Return the product by a native kernel; under `vmap` over x alone, the batch is more rows.
+
+    matrix_unit: by the kernel for many rows.
+    """
 
     @jax.custom_batching.custom_vmap
-    def call(x_RI: jax.Array, weights: Weights) -> Products:
+    def multiply_natively(x_RI: jax.Array, weights: Weights) -> Products:
         codes = x_RI.dtype == jnp.int8 and all(as_weight(w).supports_int8_inputs for w in weights)
         x_RI = x_RI if codes or x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
         matrices = list(map(get_native_matrix, weights))
@@ -152,23 +143,17 @@ def _multiply_native(
             native.linear(x_RI, matrices, columns=columns, digits=number, matrix_unit=matrix_unit)
         )
 
-    @call.def_vmap
+    @multiply_natively.def_vmap
     def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
         if any(jax.tree.leaves(batched[1])):
             axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
-            products = jax.vmap(partial(_multiply_jax, digits), in_axes=axes)(x, weights)
+            products = jax.vmap(_PLAIN[digits], in_axes=axes)(x, weights)
         else:
-            rows = _dispatch_platform(x.reshape(-1, x.shape[-1]), weights, digits)
+            rows = _PRODUCTS[digits](x.reshape(-1, x.shape[-1]), weights)
             products = tuple(y.reshape(size, -1, y.shape[-1]) for y in rows)
         return products, (True,) * len(weights)
 
-    y: Products = call(x_RI, weights)
-    return y
-
-
-def _multiply_many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
-    """Multiply many rows with the native kernel for a matrix unit."""
-    return _multiply_native(digits, x_RI, weights, matrix_unit=True)
+    return multiply_natively
 
 
 def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[WeightBase]) -> Products:
@@ -246,3 +231,11 @@ def round_to_int8(x_RI: jax.Array, block: int) -> jax.Array:
     # By the reciprocal: XLA replaces quotients with it, but not always.
     x_RCG = jnp.round(x_RCG * (1 / jnp.where(step == 0, 1.0, step))) * step
     return x_RCG.reshape(rows, width)[:, :columns]
+
+
+# By the digits of x: 1 with inputs rounded to int8, else 3.
+_PLAIN = {digits: partial(_multiply_jax, digits) for digits in (1, 3)}
+_DEQUANTIZED = {digits: partial(_multiply_dequantized, digits) for digits in (1, 3)}
+_NATIVE = {digits: _make_native(digits, matrix_unit=False) for digits in (1, 3)}
+_NATIVE_MANY = {digits: _make_native(digits, matrix_unit=True) for digits in (1, 3)}
+_PRODUCTS = {digits: _make_product(digits) for digits in (1, 3)}
