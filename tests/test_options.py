@@ -13,8 +13,8 @@ import pytest
 import jaxllm
 from jaxllm.errors import CapacityError, SamplingError, TokenError
 from jaxllm.generation.option_table import HINTS
-from jaxllm.generation.options import OPTIONS, GenerateOptions, check_options
-from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.options import OPTIONS, GenerateOptions, check_options, check_values
+from jaxllm.generation.sampling.options import PROCESSORS, make_sampler
 from jaxllm.generation.sampling.penalties import RepetitionPenalty
 from jaxllm.runtime.docstrings import split_docstring
 from tests.tiny_models import save_random
@@ -32,13 +32,16 @@ def lm(plain: Path) -> jaxllm.LM:
     return jaxllm.load(plain)
 
 
-def test_options_table_matches_types_and_docstring() -> None:
+def test_options_table_agrees_with_itself() -> None:
+    """Every option is described, its default is valid, and a processor has it if it samples."""
     assert list(split_docstring(GenerateOptions)[1]) == list(OPTIONS)
     documented = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
-    assert set(OPTIONS) <= documented
+    assert set(OPTIONS) <= documented and not set(HINTS) & set(OPTIONS)
     for name, option in OPTIONS.items():
-        assert option.meaning, name
-    assert not set(HINTS) & set(OPTIONS)
+        given = {} if option.default in (None, ()) else {name: option.default}
+        assert option.meaning and check_values(given) == given
+    sampling = {name for name, option in OPTIONS.items() if option.decoders == "samplers"}
+    assert sampling == {*PROCESSORS, "do_sample", "sampler", "logits_processor"}
 
 
 WRONG: dict[str, list[Any]] = {

@@ -37,26 +37,27 @@ def draw_seed() -> int:
     return int(multihost.broadcast_from_zero(lambda: str(secrets.randbelow(1 << 32))))
 
 
-# Options of `LM.generate` that have flags: the type of a flag, its spellings and what --help shows.
-_FLAGS: dict[str, tuple[type, str, str | None]] = {
-    "max_new_tokens": (int, "--max-new-tokens -n", None),
-    "temperature": (float, "--temperature --temp -t", None),
-    "top_k": (int, "", None),
-    **dict.fromkeys(("top_p", "min_p", "repetition_penalty"), (float, "", None)),
-    "regex": (str, "", "REGEX"),
-    "choice": (str, "", "A,B,..."),
-    **dict.fromkeys(("json_schema", "lark", "gbnf"), (Path, "", "FILE")),
+# Options of `LM.generate` that have flags, with their spellings; grammars are files.
+_FILES = ("json_schema", "lark", "gbnf")
+_FLAGS = {
+    "max_new_tokens": "--max-new-tokens -n",
+    "temperature": "--temperature --temp -t",
+    **dict.fromkeys(("top_k", "top_p", "min_p", "repetition_penalty", "regex", "choice"), ""),
+    **dict.fromkeys(_FILES, ""),
 }
+_METAVARS = {"regex": "REGEX", "choice": "A,B,...", **dict.fromkeys(_FILES, "FILE")}
 
 
 def _add_flags(cls: type) -> type:
-    """Add the fields of `_FLAGS`, with what the options do as their help."""
+    """Add the fields of `_FLAGS`; their help is what the options do."""
     hints: dict[str, Any] = {}
-    for name, (kind, names, metavar) in _FLAGS.items():
+    for name, spellings in _FLAGS.items():
         row = OPTIONS[name]
-        words = [row.effect.rstrip("."), f"({row.note})" * bool(row.note)]
-        text = " ".join(filter(None, words)) + "."
-        option = typer.Option(*names.split(), metavar=metavar, help=text[0].upper() + text[1:])
+        kind = int if row.whole else Path if name in _FILES else str if row.expected else float
+        text = (
+            row.effect[0].upper() + row.effect[1:].rstrip(".") + f" ({row.note})" * bool(row.note)
+        )
+        option = typer.Option(*spellings.split(), metavar=_METAVARS.get(name), help=f"{text}.")
         hints[name] = Annotated[kind | None, option]
         setattr(cls, name, None)
     cls.__annotations__ = hints | cls.__annotations__

@@ -100,10 +100,12 @@ class Option(NamedTuple):
 _count = partial(Option, ge=1, whole=True)
 _switch = partial(Option, expected="true or false")
 _object = partial(Option, from_file=False, clients=False)
+_custom = partial(Option, from_file=False, clients=False, decoders="samplers")
 _plain = partial(Option, from_file=False, decoders="plain", calls=("generate", "stream"))
 _structure = partial(Option, from_file=False)  # a grammar
 _sampling = partial(Option, decoders="samplers", per_row=True)
 _list = partial(Option, decoders="samplers")
+_POLICIES = ", ".join(get_args(OverflowName))
 _TOKENS = "a list of token ids, or one such list per prompt"
 
 
@@ -122,7 +124,7 @@ class GenerateOptions(TypedDict, total=False):
         seed: random seed; the same seed gives the same text.
         logit_bias: biases added to the scores of tokens, as in OpenAI's API.
         sequence_bias: biases added to the scores of tokens that complete these sequences.
-        repetition_penalty: penalty for tokens already in the text, including the prompt (CTRL).
+        repetition_penalty: penalty for tokens already in the text or prompt, as in CTRL.
         presence_penalty: subtracted once from the scores of tokens already generated, as in
             OpenAI's API.
         frequency_penalty: subtracted once per time that a token was generated, as in OpenAI's API.
@@ -139,7 +141,7 @@ class GenerateOptions(TypedDict, total=False):
         min_new_tokens: minimum number of new tokens.
         forced_bos_token_id: forced second token after a prompt of one token.
         forced_eos_token_id: forced last token if max_new_tokens ends the text.
-        temperature: divides the logits; setting it enables sampling.
+        temperature: sampling temperature, which divides the logits; setting it enables sampling.
         top_n_sigma: keep tokens within this many standard deviations of the best score.
         top_k: keep the k best tokens; in contrastive search, the number of candidates.
         top_p: keep the best tokens whose probabilities add up to p.
@@ -210,7 +212,7 @@ class GenerateOptions(TypedDict, total=False):
         ),
     ]
     logit_bias: Annotated[
-        Biases, _list(None, "a table from token ids to biases from -100 to 100, or one per prompt")
+        Biases, _list(None, "a table from token ids to biases of -100 to 100, or one per prompt")
     ]
     sequence_bias: Annotated[
         Biases, _list(None, "a table from sequences of ids to finite biases, or one per prompt")
@@ -238,7 +240,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature: Annotated[Numbers, _sampling(1.0, ge=0, note="0 is greedy", served=(0, 100))]
     top_n_sigma: Annotated[Numbers, _sampling(ge=0, note="0 is off")]
     top_k: Annotated[Numbers, _sampling(0, ge=0, whole=True, note="0 is off")]
-    top_p: Annotated[Numbers, _sampling(1.0, ge=0, le=1, note="1 is off")]
+    top_p: Annotated[Numbers, _sampling(1.0, ge=0, le=1, note="1 is off", served=(0, 1))]
     min_p: Annotated[Numbers, _sampling(ge=0, le=1, note="0 is off")]
     typical_p: Annotated[Numbers, _sampling(gt=0, le=1, note="1 is off")]
     epsilon_cutoff: Annotated[Numbers, _sampling(ge=0, lt=1, note="0 is off")]
@@ -250,7 +252,7 @@ class GenerateOptions(TypedDict, total=False):
     regex: Annotated[str | None, _structure(None, "a regular expression")]
     choice: Annotated[
         Sequence[str] | None,
-        _structure(None, "a list of texts, or one text with commas between them"),
+        _structure(None, "a list of texts, or a text with commas between them"),
     ]
     json_schema: Annotated[
         Any, _structure(None, "a JSON schema: a mapping, its JSON text, or a pydantic model")
@@ -259,14 +261,10 @@ class GenerateOptions(TypedDict, total=False):
     gbnf: Annotated[str | None, _structure(None, "a GBNF grammar")]
     grammar: Annotated["Grammar | None", _object(None, "a jaxllm.Grammar")]
     fast_forward: Annotated[bool | None, _plain(False, "true or false")]
-    sampler: Annotated["Sampler | None", _object(None, "a jaxllm.Sampler", decoders="samplers")]
+    sampler: Annotated["Sampler | None", _custom(None, "a jaxllm.Sampler")]
     logits_processor: Annotated[
         "Sequence[Processor | ScoreFunction] | None",
-        _object(
-            (),
-            "a list of Processors and functions of (scores [B, V], Context) in JAX",
-            decoders="samplers",
-        ),
+        _custom((), "a list of Processors and functions of (scores [B, V], Context) in JAX"),
     ]
     num_return_sequences: Annotated[
         int | None, _count(1, decoders="plain or beams", calls=("generate",))
@@ -293,18 +291,11 @@ class GenerateOptions(TypedDict, total=False):
     ]
     top_logprobs: Annotated[
         int | None,
-        Option(
-            0, ge=0, note="0 is off", whole=True, from_file=False, decoders="plain", clients=False
-        ),
+        _object(0, ge=0, note="0 is off", whole=True, decoders="plain"),
     ]
     overflow: Annotated[
         "OverflowName | OverflowPolicy | None",
-        _plain(
-            None,
-            f"one of {', '.join(get_args(OverflowName))}, or a policy of"
-            " jaxllm.generation.loops.overflow",
-            clients=False,
-        ),
+        _plain(None, f"one of {_POLICIES}, or an `OverflowPolicy`", clients=False),
     ]
     cache: Annotated["KVCache | None", _plain(None, "a jaxllm.KVCache", clients=False)]
     edits: Annotated[

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 
@@ -19,15 +19,7 @@ from jaxllm.grammar.vocabulary import Vocabulary, make_vocabulary, unpack_mask
 from jaxllm.text.tokenizer import Tokenizer
 
 Kind = Literal["regex", "choice", "json_schema", "lark", "gbnf"]
-
-
-KINDS: dict[Kind, str] = {
-    "regex": "a regular expression",
-    "choice": "a list of texts, or one text with commas between them",
-    "json_schema": "a JSON schema: a mapping, its JSON text, or a pydantic model",
-    "lark": "a Lark grammar",
-    "gbnf": "a GBNF grammar",
-}
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class CompiledGrammar(Protocol):

@@ -5,9 +5,10 @@ ignored, as clients expect; what would change the answer and is not there is ref
 options of `LM.generate` are taken under their own names.
 """
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -32,7 +33,6 @@ _REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web 
             **{name: name for name in ("suffix", "use_beam_search", "prediction", "samplers",
             "prompt_logprobs", "structural_tag", "guided_whitespace_pattern",
             "thinking_token_budget", "include_stop_str_in_output")}}  # fmt: skip
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 # Names of other servers -> ours.
 _ALIASES = {"typical": "typical_p", "repeat_penalty":
@@ -123,7 +123,7 @@ class _Call(Struct):
 
 
 class _Message(Struct):
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Any] | None = None
     tool_calls: list[_Call] | None = None
 
@@ -163,7 +163,13 @@ def check_fields(body: Body, kind: type[Fields], name: str = "") -> Fields:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as problem:
         message = describe_problem(problem, given, name)
-        raise invalid(message, (name or message).partition(" ")[0].partition("[")[0]) from None
+        place = re.search(r"\$\.(\w+)", str(problem)) or re.search(r"`(\w+)`", str(problem))
+        param = place[1] if place else ""
+        if str(problem) == f"Invalid enum value {given.get(param)!r} - at `$.{param}`":
+            known = ", ".join(get_args(get_type_hints(kind)[param]))
+            field = f"{name}.{param}".removeprefix(".")
+            message = f"{field} must be one of {known}, got {given[param]!r:.40}"
+        raise invalid(message, name.partition("[")[0] or param) from None
 
 
 def read_completion(body: Body) -> GenerationCall:
@@ -217,7 +223,8 @@ def _read_frame(
     if not fields.skip_special_tokens:
         raise unsupported("skip_special_tokens=false", "skip_special_tokens")
     if fields.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        message = "truncate_prompt_tokens must be -1 or at least 1, got 0"
+        raise invalid(message, "truncate_prompt_tokens")
     options = {
         ours: value
         for name, value in body.items()
@@ -293,9 +300,6 @@ def _read_message(message: Body, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     fields = check_fields(message, _Message, where)
     content, calls = fields.content, message.get("tool_calls")
-    if fields.role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise invalid(f"{where}.role must be one of {known}, got {fields.role!r:.40}", "messages")
     if isinstance(content, list):
         content = "".join(_read_part(part, where) for part in content)
     if content is None and not (fields.role == "assistant" and (calls or len(message) > 1)):

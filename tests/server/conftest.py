@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import jaxllm
-from tests.server.processes import RunningServer, start_server
+from tests.server.processes import RunningServer, make_client, start_server
 
 NAMES = ("demo", "gpt-4o", "demo:llama")
 
@@ -21,6 +21,12 @@ def server() -> Iterator[RunningServer]:
 def anyio_backend() -> str:
     """The event loop of coroutine tests."""
     return "asyncio"
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[Any]:
+    with make_client(server.url) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

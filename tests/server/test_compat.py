@@ -194,10 +194,3 @@ def test_template_gets_reasoning_effort(tmp_path: Path) -> None:
         assert status == 400 and found["error"]["n_ctx"] == 512
         ends = post(server, "/v1/chat/completions", {**CHAT, "seed": 1, "ignore_eos": True})[1]
         assert ends["usage"]["total_tokens"] == 512
-
-
-def test_adapters_by_number_are_refused(server: RunningServer) -> None:
-    """llama.cpp's `lora` would change the answer, so it is not ignored."""
-    body = {"prompt": "x", "lora": [{"id": 0, "scale": 0.5}]}
-    status, found = post(server, "/v1/completions", body)
-    assert status == 400 and "chooses the adapter" in found["error"]["message"]

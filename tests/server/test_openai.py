@@ -6,7 +6,6 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 from jaxllm.server.openai_responses import encode_json
 from tests.server.conftest import NAMES
-from tests.server.processes import RunningServer, make_client
+from tests.server.processes import RunningServer
 
 PROMPT = "Once upon a time"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
@@ -38,12 +37,6 @@ def test_answer_is_one_line_for_any_client() -> None:
     text = "".join(map(chr, [*range(0x500), *range(0x2000, 0x2100), 0x1F600]))
     line = encode_json({"text": text}).decode()
     assert line.splitlines() == [line] and json.loads(line) == {"text": text}
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[Any]:
-    with make_client(server.url) as client:
-        yield client
 
 
 def post(server: RunningServer, path: str, body: Any) -> tuple[int, Any]:
@@ -316,31 +309,14 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", b"{", 400, "not valid JSON"),
         ("/v1/completions", b"[1]", 400, "must be a JSON object"),
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "not valid JSON"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "x", "n": 100}, 400, "expected at most"),
-        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5]}, 400, "allowed_token_ids"),
-        ("/v1/completions", {"prompt": "x", "skip_special_tokens": False}, 400, "skip_special"),
-        ("/v1/completions", {"prompt": "x", "repeat_penalty": 1.1, "repeat_last_n": 64}, 400,
-         "repeat_last_n"),
-        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 0}, 400, "truncate_prompt"),
-        ("/v1/completions", {"prompt": "x", "stop_token_ids": [5], "ignore_eos": True}, 400,
-         "with ignore_eos"),
-        ("/v1/chat/completions", {**CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/v1/completions", {"prompt": "x" * 3000}, 400, "do not fit"),
-        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "n must be"),
-        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "demo, gpt-4o, demo:llama"),
         ("/v1/completions", {"prompt": [99999]}, 400, "outside the vocabulary"),
         ("/v1/completions", {"prompt": "x", "regex": "("}, 400, "unterminated"),
         ("/v1/completions", {"prompt": "x", "min_p": 7}, 400, "min_p"),
-        ("/v1/completions", {"prompt": "x", "echo": 1}, 400, "echo must be"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages must be"),
-        ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "role must be"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content is missing"),
-        ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, 400, "requires logprobs"),
-        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "requires tools"),
-        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "unknown"),
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema",
          "json_schema": {"schema": {"type": "nothing"}}}}, 400, "nothing"),
         ("/v1/embeddings", {"input": []}, 400, "input must be"),

@@ -28,12 +28,6 @@ class Paint(pydantic.BaseModel):
     big: bool
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[Any]:
-    with make_client(server.url) as client:
-        yield client
-
-
 def test_parse_returns_pydantic_model(client: Any) -> None:
     found = client.chat.completions.parse(**ASK, response_format=Paint, max_tokens=200)
     (choice,) = found.choices

@@ -78,7 +78,7 @@ def resolve_options(
     decoder = decoder_type(**{f.name: merged[f.name] for f in dataclasses.fields(decoder_type)})
     if not is_taken("num_return_sequences", decoder_type, kind):
         merged["num_return_sequences"] = 1
-    n, eos = merged["num_return_sequences"], merged["eos_token_id"] or ()
+    n, eos = merged["num_return_sequences"], merged["eos_token_id"]
     new = _token_budget(config, prompts, options, generation, merged["overflow"])
     longest = max(map(len, prompts)) + (max(new) if isinstance(new, list) else new)
     rows = len(prompts) * decoder.rows_per_prompt(n)
