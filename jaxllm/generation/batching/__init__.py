@@ -1,6 +1,6 @@
 """Batches of independent texts; each gets the same tokens as if it ran alone.
 
-scheduler: continuous batching; requests: its inputs and events; batched_sampling: a different
-sampler in each row; multi_step: several decode steps per call. llama_batch: llama.cpp-style token
-batches; llama_batch_plan: their validation. slots: microbatches and the compiled programs of both.
+scheduler: continuous batching; requests: its inputs and events; active: the requests in its rows;
+prefix_store: beginnings of prompts that have run; compile_ahead: its programs, before requests need
+them. llama_batch: llama.cpp-style token batches; llama_batch_plan: their validation.
 """

@@ -3,7 +3,7 @@
 Each token has a position, one or more sequences, and an output flag. An invalid batch is detected
 before anything runs and reported as a `Status`, not as an exception; the state is then unchanged.
 
-`llama_batch_plan.py` validates and plans on the host; `slots.py` builds and runs the microbatches.
+`llama_batch_plan.py` validates and plans on the host; `loops/microbatch.py` runs the microbatches.
 """
 
 import dataclasses

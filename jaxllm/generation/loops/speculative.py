@@ -41,7 +41,14 @@ from jaxllm.generation.loops.draft import (
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish, check_positions, token_budgets
 from jaxllm.generation.loops.rounds import ROUNDS, LoopInputs, Plan, Tails
-from jaxllm.generation.loops.rows import FIRST_DRAW, draft_stats, join_drawn, start_rows
+from jaxllm.generation.loops.rows import (
+    FIRST_DRAW,
+    Drawn,
+    RowState,
+    draft_stats,
+    join_drawn,
+    start_rows,
+)
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler, check_sampler
 from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
@@ -153,38 +160,8 @@ def speculative_generate(
     # What is drawn must not depend on the clock, nor processes differ.
     exact = acceptance == "text" or sampler.greedy
     pace = DraftPace() if exact and not multihost.is_multiprocess() else None
-    cache, parts, ran_B = starts[0].cache, [to_host(first)], prompt_B
-    finish_B = np.asarray(rows.finish_B)
-    while (finish_B == Finish.RUNNING).any():
-        began = 0.0 if pace is None else pace.clock()
-        now = drafting if pace is None or pace.drafts else NO_DRAFT
-        if now.width:
-            needed_B = np.asarray(rows.context.length_B) - 2
-            lengths = {
-                row: (min(int(ran_B[row]), int(needed_B[row])), int(needed_B[row]))
-                for row in np.flatnonzero(finish_B == Finish.RUNNING).tolist()
-            }
-            drafting, _ = catch_up(drafting, rows.context.token_BL, lengths, B * text_BL.shape[1])
-            now = drafting
-        tails, rows, _, done, drawn = ROUNDS(
-            plan._replace(source=now.source, width=now.width),
-            LoopInputs(params, now.params),
-            Tails(cache.tail, now.tail),
-            rows,
-            np.int32(_ROUNDS if pace is None else min(pace.left, _ROUNDS)),
-            np.int32(1),
-        )
-        cache = cache.replace(tail=tails.target)
-        if now.width:
-            drafting = drafting.with_tail(tails.draft)
-            ran_B = np.asarray(rows.context.length_B) - 2
-        drawn = jax.tree.map(lambda x, done=int(done): x[:done], to_host(drawn))
-        parts.append(drawn)
-        finish_B = np.asarray(rows.finish_B)
-        if pace is not None:
-            passes = int(drawn.valid_B[:, 0].sum())
-            tokens = int((drawn.token_B >= 0).sum()) * len(drawn.token_B) / max(passes, 1)
-            pace.record(len(drawn.token_B), tokens, pace.clock() - began)
+    cache, rows, parts = _write_texts(plan, params, starts[0].cache, rows, drafting, pace)
+    parts = [to_host(first), *parts]
     joined, length_B = join_drawn(parts, longest), np.asarray(rows.context.length_B)
     stats = sum(draft_stats(part).sum(axis=(0, 1)) for part in parts)
     rounds_B = sum(part.valid_B[:, 0].sum(axis=0) for part in parts[1:])
@@ -205,6 +182,53 @@ def speculative_generate(
         top_token_BTN=found.get("top_token_BN"),
         top_logprob_BTN=found.get("top_logprob_BN"),
     )
+
+
+def _write_texts(
+    plan: Plan,
+    params: Params,
+    cache: KVCache,
+    rows: RowState,
+    draft: Draft,
+    pace: DraftPace | None,
+) -> tuple[KVCache, RowState, list[Drawn]]:
+    """Run rounds until all rows have ended; return the cache, the rows, and what was drawn.
+
+    draft: its cache has the prompts. pace: says when to use it; None: always.
+    """
+    parts, finish_B = [], np.asarray(rows.finish_B)
+    length_B = drafted_B = np.asarray(rows.context.length_B)  # drafted: tokens that the draft ran
+    while (running_B := finish_B == Finish.RUNNING).any():
+        began, rounds, now = 0.0, plan.rounds, draft
+        if pace is not None:
+            began, rounds = pace.clock(), min(pace.left, rounds)
+            now = draft if pace.drafts else NO_DRAFT
+        if now.width:
+            needed_B = length_B - 2
+            known_B = np.minimum(drafted_B, needed_B)
+            at = np.flatnonzero(running_B).tolist()
+            lengths = {row: (int(known_B[row]), int(needed_B[row])) for row in at}
+            draft, _ = catch_up(draft, rows.context.token_BL, lengths, int(needed_B.sum()))
+            now = draft
+        tails, rows, _, done, drawn = ROUNDS(
+            plan._replace(source=now.source, width=now.width),
+            LoopInputs(params, now.params),
+            Tails(cache.tail, now.tail),
+            rows,
+            np.int32(rounds),
+            np.int32(1),
+        )
+        cache = cache.replace(tail=tails.target)
+        drawn = jax.tree.map(lambda x, done=int(done): x[:done], to_host(drawn))
+        parts.append(drawn)
+        length_B, finish_B = np.asarray(rows.context.length_B), np.asarray(rows.finish_B)
+        if now.width:
+            draft, drafted_B = draft.with_tail(tails.draft), length_B - 2
+        if pace is not None:
+            ran, written = len(drawn.token_B), int((drawn.token_B >= 0).sum())
+            passes = max(int(drawn.valid_B[:, 0].sum()), 1)
+            pace.record(ran, written * ran / passes, pace.clock() - began)
+    return cache, rows, parts
 
 
 def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
