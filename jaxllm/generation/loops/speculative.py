@@ -197,7 +197,8 @@ def _write_texts(
     draft: its cache has the prompts. pace: says when to use it; None: always.
     """
     parts, finish_B = [], np.asarray(rows.finish_B)
-    length_B = drafted_B = np.asarray(rows.context.length_B)  # drafted: tokens that the draft ran
+    length_B = np.asarray(rows.context.length_B)
+    drafted_B = np.asarray(rows.context.prompt_B)  # tokens that the draft has run
     while (running_B := finish_B == Finish.RUNNING).any():
         began, rounds, now = 0.0, plan.rounds, draft
         if pace is not None:
