@@ -16,7 +16,7 @@ import jaxllm
 import jaxllm.convert.registry
 from jaxllm import models
 from jaxllm.errors import CheckpointError
-from jaxllm.generation.loops import generate
+from jaxllm.generation.loops import rounds, rows
 from jaxllm.generation.sampling.sampler import FunctionProcessor
 from jaxllm.models import compiled_steps
 from jaxllm.ops import compile_cache, native
@@ -139,15 +139,15 @@ def test_prepared_programs_are_those_of_generation(
         return start(self, folder, key, args)
 
     monkeypatch.setattr(CachedJit, "_start", count)
-    programs = [generate._SAMPLE, generate._STEP, compiled_steps.PREFILL]
+    programs = [rows.FIRST_DRAW, rounds.ROUND, compiled_steps.PREFILL]
     for program in programs:  # as in a new process
         monkeypatch.setattr(program, "_loaded", {})
     lm = jaxllm.load("demo:llama")
     list(lm.stream("Once", max_new_tokens=3, temperature=0.8, seed=3))
     assert sorted({*started} - {"_empty_cache", "_row_keys"}) == [
+        "_draw_first",
         "_prefill",
-        "decode_and_sample",
-        "sample",
+        "_run_one_round",
     ]
     assert len(started) == len({*started})
 
