@@ -154,15 +154,15 @@ def _choose_format(
         wrong.append(
             f"{stem}.weight_scale is {scale.dtype.name}, expected {' or '.join(SCALE_DTYPES)}"
         )
-    ours = [group for group in reversed(GROUP_SIZES) if size % group == 0]
-    if groups > 1 and not ours:
+    sizes = [group for group in reversed(GROUP_SIZES) if size % group == 0]
+    if groups > 1 and not sizes:
         wrong.append(f"{stem}: the group size is {size}, expected a multiple of {GROUP_SIZES}")
-    whole = (round_up(rows * bits, 32) // 32, groups) if scheme.is_packed else scale.shape
-    if zero is not None and zero.shape != whole:
-        wrong.append(f"{stem}.weight_zero_point has shape {zero.shape}, expected {whole}")
+    expected_shape = (round_up(rows * bits, 32) // 32, groups) if scheme.is_packed else scale.shape
+    if zero is not None and zero.shape != expected_shape:
+        wrong.append(f"{stem}.weight_zero_point has shape {zero.shape}, expected {expected_shape}")
     if wrong:
         return wrong, None
-    group = None if groups == 1 and bits == 8 else ours[0] if groups > 1 else GROUP_SIZES[-1]
+    group = None if groups == 1 and bits == 8 else sizes[0] if groups > 1 else GROUP_SIZES[-1]
     half = scale.dtype == np.float16
     return [], IntFormat(bits, group, zero is not None, "float16" if half else "float32")
 

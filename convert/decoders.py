@@ -130,8 +130,8 @@ def make_table(
         omit: Common fields that the family lacks.
         options: Other arguments of `DecoderArchitecture`.
     """
-    own = {f.theirs for f in fields} | {f.ours for f in fields} | set(omit)
-    common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
+    own = {f.key for f in fields} | {f.name for f in fields} | set(omit)
+    common = tuple(f for f in FIELDS if f.key not in own and f.name not in own)
     options.setdefault("model_type", config.model_type)
     options.setdefault("classifier", f"{architecture}ForSequenceClassification")
     options.setdefault("architectures", (f"{architecture}ForCausalLM", f"{architecture}Model"))
@@ -159,7 +159,7 @@ def check_heads(config: DecoderConfig, table: DecoderArchitecture) -> None:
     exactly head count x head size.
     """
     hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
-    fixed = all(field.ours != "head_dim" for field in table.fields)
+    fixed = all(field.name != "head_dim" for field in table.fields)
     if fixed and heads * size != hidden:
         wanted = f"hidden_size {hidden} = num_attention_heads x {size}"
     elif table.heads_divide_width and hidden % heads:
@@ -271,9 +271,9 @@ def read_rope(
     for name in DIVISOR_FIELDS & set(settings):
         if isinstance(settings[name], list):
             settings[name] = tuple(settings[name])
-    kept = {k: v for k, v in settings.items() if k in used}
-    short, long = kept.get("short_factor"), kept.get("long_factor")
-    if kind == "longrope" and short == long and kept.get("attention_factor") == 1:
-        shared = {name: kept[name] for name in COMMON_ROPE_FIELDS if name in kept}
-        return Rope(rope_type="divisors", rope_theta=kept["rope_theta"], divisors=short, **shared)
-    return Rope(**kept)
+    rope = {k: v for k, v in settings.items() if k in used}
+    short, long = rope.get("short_factor"), rope.get("long_factor")
+    if kind == "longrope" and short == long and rope.get("attention_factor") == 1:
+        shared = {name: rope[name] for name in COMMON_ROPE_FIELDS if name in rope}
+        return Rope(rope_type="divisors", rope_theta=rope["rope_theta"], divisors=short, **shared)
+    return Rope(**rope)

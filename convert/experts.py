@@ -38,36 +38,36 @@ class ExpertLayout:
         return any(r.fullmatch(path) for r in (self._expert_pattern, self._router_pattern, _FUSED))
 
     def read(self, tensors: Tensors, config: MoEConfig) -> Tensors:
-        made, each = Tensors(), dict[str, dict[int, LazyTensor]]()
+        result, each = Tensors(), dict[str, dict[int, LazyTensor]]()
         for path, tensor in tensors.items():
             if found := self._expert_pattern.fullmatch(path):
                 name = PROJECTIONS[self.names.index(found[3])]
                 stack = each.setdefault(f"{found[1]}mlp.experts.{name}.weight", {})
                 stack[int(found[2])] = tensor
             elif found := _FUSED.fullmatch(path):
-                made |= _split_fused_experts(path, found[1], tensor, config)
+                result |= _split_fused_experts(path, found[1], tensor, config)
             elif found := self._router_pattern.fullmatch(path):
-                made[f"{found[1]}mlp.gate.weight"] = tensor
+                result[f"{found[1]}mlp.gate.weight"] = tensor
             else:
-                made[path] = tensor
+                result[path] = tensor
         for path, experts in each.items():
-            if path in made:
+            if path in result:
                 raise CheckpointError(f"{path} is stored twice, stacked and per expert")
-            made[path] = _stack_experts(path, experts, config.num_experts)
-        return made
+            result[path] = _stack_experts(path, experts, config.num_experts)
+        return result
 
     def write(self, tensors: Tensors, config: MoEConfig) -> Tensors:
-        made = Tensors()
+        result = Tensors()
         for path, tensor in tensors.items():
             if found := _STACK.fullmatch(path):
                 name = self.names[PROJECTIONS.index(found[2])]
                 for expert in range(tensor.shape[0]):
                     to = f"{found[1]}{self.module}.experts.{expert}.{name}.weight"
-                    made[to] = _slice_expert(tensor, expert)
+                    result[to] = _slice_expert(tensor, expert)
             else:
                 router = re.fullmatch(_LAYER + r"mlp\.gate\.weight", path)
-                made[f"{router[1]}{self.module}.gate.weight" if router else path] = tensor
-        return made
+                result[f"{router[1]}{self.module}.gate.weight" if router else path] = tensor
+        return result
 
     @property
     def _expert_pattern(self) -> re.Pattern[str]:

@@ -95,11 +95,11 @@ def _join_chunks(tree: Tree, where: str) -> LazyTensor:
         )
 
     def read() -> np.ndarray:
-        made, done = empty_aligned((size,), dtype), 0
+        joined, done = empty_aligned((size,), dtype), 0
         for chunk in chunks:
-            made[done : done + chunk.shape[0]] = chunk.read()
+            joined[done : done + chunk.shape[0]] = chunk.read()
             done += chunk.shape[0]
-        return made.reshape(shape)
+        return joined.reshape(shape)
 
     return LazyTensor(dtype, tuple(shape), read)
 

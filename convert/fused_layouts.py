@@ -29,7 +29,7 @@ class Layout(Protocol):
         ...
 
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        """Replace the checkpoint's tensors by ours; raise CheckpointError for wrong shapes."""
+        """Replace the tensors of the checkpoint by ours; raise CheckpointError for wrong shapes."""
         ...
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -42,14 +42,14 @@ class FusedLayout:
     """A fused linear in each layer: the rows of several of our linears, concatenated.
 
     Attributes:
-        theirs, ours: Module paths within a layer.
-        rows: The row count of each of ours.
+        fused, parts: Module paths within a layer.
+        rows: The row count of each part.
         repeats: The number of interleaved runs, each with an equal part of the rows of every one of
-            ours (GPT-NeoX: one run per head).
+            parts (GPT-NeoX: one run per head).
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    fused: str
+    parts: tuple[str, ...]
     rows: Callable[[ModelConfig], tuple[int, ...]]
     repeats: Callable[[ModelConfig], int] = lambda config: 1
 
@@ -57,25 +57,25 @@ class FusedLayout:
         return self._match(path) is not None
 
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        made = Tensors()
+        result = Tensors()
         for path, tensor in tensors.items():
             found = self._match(path)
             if found is None:
-                made[path] = tensor
+                result[path] = tensor
                 continue
-            for name, part in zip(self.ours, self.split_tensor(path, tensor, config), strict=True):
-                made[f"{found[1]}{name}{found[2]}"] = part
-        return made
+            for name, part in zip(self.parts, self.split_tensor(path, tensor, config), strict=True):
+                result[f"{found[1]}{name}{found[2]}"] = part
+        return result
 
     def row_spans(self, config: ModelConfig) -> list[list[Span]]:
-        """Return, for each of ours, its rows in the fused matrix, in our order."""
+        """Return, for each part, its rows in the fused matrix, in our order."""
         rows, runs = self.rows(config), self.repeats(config)
         ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
         turns = range(0, len(ends) - 1, len(rows))
         return [[(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows))]
 
     def split_tensor(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
-        """Split a fused weight, bias, or piece of a quantized weight into ours.
+        """Split a fused weight, bias, or piece of a quantized weight into its parts.
 
         Raises CheckpointError for a wrong shape.
         """
@@ -84,13 +84,13 @@ class FusedLayout:
             return [tensor] * len(rows)
         axis, total = int(end in _COLUMN_SUFFIXES), sum(rows)
         size = tensor.shape[axis] if tensor.ndim > axis else 0
-        whole = all(x * size % total == 0 for each in spans for span in each for x in span)
-        if axis and size and whole:
-            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
-            return [_take_columns(tensor, each) for each in ours]
-        if end == ".weight_zero_point" and size and whole:  # packs several rows into a word
-            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
-            return [concat_tensors([tensor.rows(*span) for span in each]) for each in ours]
+        is_divisible = all(x * size % total == 0 for each in spans for span in each for x in span)
+        if axis and size and is_divisible:
+            packed = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [_take_columns(tensor, each) for each in packed]
+        if end == ".weight_zero_point" and size and is_divisible:  # packs several rows into a word
+            packed = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [concat_tensors([tensor.rows(*span) for span in each]) for each in packed]
         if axis or size != total:
             raise CheckpointError(
                 f"{path} has shape {tensor.shape}, but config.json implies {total} rows"
@@ -99,33 +99,33 @@ class FusedLayout:
         return [concat_tensors([tensor.rows(*span) for span in each]) for each in spans]
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        made, first, runs = (
+        result, first, runs = (
             Tensors(),
-            re.compile(_layer_pattern(self.ours[0])),
+            re.compile(_layer_pattern(self.parts[0])),
             self.repeats(config),
         )
         for path, tensor in tensors.items():
             found = first.fullmatch(path)
             if found:
-                parts = [tensors[f"{found[1]}{name}{found[2]}"] for name in self.ours]
-                made[f"{found[1]}{self.theirs}{found[2]}"] = concat_tensors(
+                parts = [tensors[f"{found[1]}{name}{found[2]}"] for name in self.parts]
+                result[f"{found[1]}{self.fused}{found[2]}"] = concat_tensors(
                     [part for run in range(runs) for part in _slice_rows(parts, run, runs)]
                 )
-            elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.ours):
-                made[path] = tensor
-        return made
+            elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.parts):
+                result[path] = tensor
+        return result
 
     def _match(self, path: str) -> re.Match[str] | None:
         pieces = "".join(rf"|\{end}" for end in (*_COLUMN_SUFFIXES, *_ROW_SUFFIXES, ".g_idx"))
-        return re.fullmatch(f"{_layer_pattern(self.theirs)[:-1]}{pieces})", path)
+        return re.fullmatch(f"{_layer_pattern(self.fused)[:-1]}{pieces})", path)
 
 
 def _take_columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
     """Return spans of columns of a matrix, concatenated."""
 
     def read() -> np.ndarray:
-        whole = tensor.read()
-        return np.concatenate([whole[:, begin:end] for begin, end in spans], axis=1)
+        array = tensor.read()
+        return np.concatenate([array[:, begin:end] for begin, end in spans], axis=1)
 
     count = sum(end - begin for begin, end in spans)
     return LazyTensor(tensor.dtype, (tensor.shape[0], count), read, tensor.release)

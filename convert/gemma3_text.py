@@ -16,14 +16,14 @@ GLOBAL_THETA = 1000000.0
 
 def _split_ropes(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return config.json with the rotary settings of full layers, and those of the others."""
-    both = data.get("rope_parameters")
-    if not isinstance(both, Mapping) or not {"full_attention", "sliding_attention"} & set(both):
+    ropes = data.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or not {"full_attention", "sliding_attention"} & set(ropes):
         return data, {"rope_theta": data.get("rope_local_base_freq", LOCAL_THETA)}
     local: Mapping[str, Any]
-    local = {"rope_theta": LOCAL_THETA, "rope_parameters": both.get("sliding_attention")}
-    if isinstance(both.get("sliding_attention"), Mapping):
-        local = {"rope_parameters": {"rope_theta": LOCAL_THETA, **both["sliding_attention"]}}
-    return {**data, "rope_parameters": both.get("full_attention")}, local
+    local = {"rope_theta": LOCAL_THETA, "rope_parameters": ropes.get("sliding_attention")}
+    if isinstance(ropes.get("sliding_attention"), Mapping):
+        local = {"rope_parameters": {"rope_theta": LOCAL_THETA, **ropes["sliding_attention"]}}
+    return {**data, "rope_parameters": ropes.get("full_attention")}, local
 
 
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:

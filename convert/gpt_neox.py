@@ -16,13 +16,13 @@ ROPE_ALIASES = {
 
 def _rename_rope_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in data.items() if name not in ROPE_ALIASES}
-    for theirs, name in ROPE_ALIASES.items():
-        if (value := data.get(theirs)) is None:
+    for alias, name in ROPE_ALIASES.items():
+        if (value := data.get(alias)) is None:
             continue
         if own.get(name) is None:
             own[name] = value
         elif own[name] != value:
-            refuse("config.json", [f"{theirs} {value!r:.40} differs from {name} {own[name]!r:.40}"])
+            refuse("config.json", [f"{alias} {value!r:.40} differs from {name} {own[name]!r:.40}"])
     settings = [own, own.get("rope_scaling"), own.get("rope_parameters")]
     if not any(isinstance(s, Mapping) and s.get("partial_rotary_factor") for s in settings):
         own["partial_rotary_factor"] = 0.25

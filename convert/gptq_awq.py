@@ -22,8 +22,8 @@ from jaxllm.convert.int_pieces import SCALE_DTYPES, make_pieces
 from jaxllm.convert.quantization_config import Scheme
 from jaxllm.weights.formats import Format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.types.act_order import PermutedFormat
 from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
+from jaxllm.weights.types.permuted import PermutedFormat
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 

@@ -248,12 +248,12 @@ def write_hf(
         export = export_integers(keep[1], keep[0], table, _linear_shapes(config))
         data = {**data, CONFIG_KEY: export.settings}
     without = export.paths if export is not None else frozenset[str]()
-    theirs = {path: x for path, x in checkpoint.tensors.items() if path not in without}
+    stored = {path: x for path, x in checkpoint.tensors.items() if path not in without}
     for layout in table.layouts:
-        theirs = layout.write(theirs, config)
+        stored = layout.write(stored, config)
     tensors = {
         table.output_name(path): table.orient_tensor(path, tensor)
-        for path, tensor in theirs.items()
+        for path, tensor in stored.items()
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
@@ -285,8 +285,8 @@ def _rename_tensors(
             continue
         if path.endswith(".weight_shape"):  # of compressed-tensors; config.json implies it
             continue
-        theirs = any(layout.matches(path) for layout in table.layouts)
-        path = path if path in known or theirs else name
+        is_fused = any(layout.matches(path) for layout in table.layouts)
+        path = path if path in known or is_fused else name
         if path in found:
             raise CheckpointError(f"{where}: {path} is stored twice, with and without a prefix")
         found[path] = table.orient_tensor(path, tensor)

@@ -29,19 +29,19 @@ def make_pieces(
 
     def repeat_groups(numbers: np.ndarray, name: str) -> np.ndarray:
         """Repeat the values of the checkpoint's groups for ours; padding groups are 0."""
-        whole = np.zeros([n or 0 for n in expected[name][0]], expected[name][1])
-        whole[:, :count] = np.repeat(numbers, -(-group // size), axis=1)[:, :count]
-        return whole
+        padded = np.zeros([n or 0 for n in expected[name][0]], expected[name][1])
+        padded[:, :count] = np.repeat(numbers, -(-group // size), axis=1)[:, :count]
+        return padded
 
     def read_data() -> np.ndarray:
         numbers = codes()
         if kind.code_dtype == np.int8:  # code 128 becomes 0
             numbers = (numbers ^ np.uint8(128)).view(np.int8)
-        whole = np.full((rows, round_up(columns, bitpack.CHUNK)), kind.zero_code, numbers.dtype)
+        padded = np.full((rows, round_up(columns, bitpack.CHUNK)), kind.zero_code, numbers.dtype)
         if kind.zero_point:  # pad with the code of zero
-            whole = np.repeat(repeat_groups(zeros(), ".zero"), size, axis=1)
-        whole[:, :columns] = numbers
-        packed: np.ndarray = bitpack.pack_codes(whole, kind.bits)
+            padded = np.repeat(repeat_groups(zeros(), ".zero"), size, axis=1)
+        padded[:, :columns] = numbers
+        packed: np.ndarray = bitpack.pack_codes(padded, kind.bits)
         return packed
 
     reads = {

@@ -11,9 +11,9 @@ from jaxllm.runtime.schema import as_schema
 
 
 def _read_attention(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
-    if (given := data.get("attention")) is not None:
+    if (attention := data.get("attention")) is not None:
         where = "config.json: attention"
-        fields["attention"] = as_schema(given, LongAttention, where, ConfigError)
+        fields["attention"] = as_schema(attention, LongAttention, where, ConfigError)
 
 
 def _refuse_attention(config: LlamaConfig, data: dict[str, Any]) -> dict[str, Any]:

@@ -159,9 +159,9 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {CONFIG_KEY
 def _check_gptq_fields(fields: Mapping[str, Any]) -> list[str]:
     """Return complaints about the fields that only GPTQ has."""
     complaints = [
-        f"{theirs} must be true or false, got {fields[ours]!r:.40}"
-        for theirs, ours in (("sym", "symmetric"), ("desc_act", "act_order"))
-        if type(fields[ours]) is not bool
+        f"{key} must be true or false, got {fields[name]!r:.40}"
+        for key, name in (("sym", "symmetric"), ("desc_act", "act_order"))
+        if type(fields[name]) is not bool
     ]
     said = [v for v in (fields["version"], fields["same_version"]) if v is not None]
     for version in said:

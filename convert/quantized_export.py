@@ -21,8 +21,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types import bitpack
-from jaxllm.weights.types.act_order import PermutedFormat
 from jaxllm.weights.types.int_weight import IntFormat
+from jaxllm.weights.types.permuted import PermutedFormat
 
 GPTQ, COMPRESSED = "gptq", "compressed-tensors"
 METHODS = (GPTQ, COMPRESSED)
@@ -66,11 +66,13 @@ class _IntMatrix:
     @property
     def group_index(self) -> np.ndarray:
         """The group of each of the file's columns, int32 `[I]`."""
-        ours = np.arange(self.shape[1], dtype=np.int32) // self.int_format.group_size(self.shape[1])
+        group_I = np.arange(self.shape[1], dtype=np.int32) // self.int_format.group_size(
+            self.shape[1]
+        )
         if self.order is None:
-            return ours
-        index = np.empty_like(ours)
-        index[self.order] = ours
+            return group_I
+        index = np.empty_like(group_I)
+        index[self.order] = group_I
         return index
 
 
@@ -149,8 +151,8 @@ def _read_matrix(
         return LazyTensor(tensor.dtype, size, lambda: tensor.read()[:, :count], tensor.release)
 
     zeros = trim_groups("zero") if kind.zero_point else _constant_tensor((shape[0], count), middle)
-    made = LazyTensor(np.dtype(np.uint8), shape, codes, pieces[f"{stem}.data"].release)
-    return _IntMatrix(kind, shape, made, zeros, trim_groups("scale"), order)
+    codes_tensor = LazyTensor(np.dtype(np.uint8), shape, codes, pieces[f"{stem}.data"].release)
+    return _IntMatrix(kind, shape, codes_tensor, zeros, trim_groups("scale"), order)
 
 
 def _constant_tensor(shape: tuple[int, int], value: int) -> LazyTensor:
@@ -161,31 +163,31 @@ def _fuse_matrices(
     matrices: Mapping[str, _IntMatrix], config: Any, table: Architecture, complaints: list[str]
 ) -> dict[str, _IntMatrix]:
     """Fuse the matrices that the file stores as one."""
-    made = dict(matrices)
+    fused = dict(matrices)
     for layout in (layout for layout in table.layouts if isinstance(layout, FusedLayout)):
-        ends = [f"{name}.weight" for name in layout.ours]
+        ends = [f"{name}.weight" for name in layout.parts]
         found = [p.removesuffix(end) for p in matrices for end in ends if p.endswith(f".{end}")]
         for layer in dict.fromkeys(found):
             paths = [f"{layer}{end}" for end in ends]
-            parts = [made.pop(path, None) for path in paths]
+            parts = [fused.pop(path, None) for path in paths]
             one = parts[0]
             if one is None or not all(part is not None and _can_fuse(one, part) for part in parts):
                 complaints.append(f"{', '.join(paths)} must have one format and order to be fused")
                 continue
-            theirs = f"{layer}{layout.theirs}.weight"
+            fused_path = f"{layer}{layout.fused}.weight"
             codes, zeros, scales = (
                 layout.write({path: getattr(matrices[path], field) for path in paths}, config)
                 for field in ("codes", "zeros", "scales")
             )
             rows = sum(matrices[path].shape[0] for path in paths)
-            made[theirs] = dataclasses.replace(
+            fused[fused_path] = dataclasses.replace(
                 one,
                 shape=(rows, one.shape[1]),
-                codes=codes[theirs],
-                zeros=zeros[theirs],
-                scales=scales[theirs],
+                codes=codes[fused_path],
+                zeros=zeros[fused_path],
+                scales=scales[fused_path],
             )
-    return made
+    return fused
 
 
 def _can_fuse(one: _IntMatrix, other: _IntMatrix) -> bool:
@@ -333,11 +335,11 @@ def _float_linears(
     table: Architecture,
 ) -> list[str]:
     """Return the file's names of linears that are written as floats."""
-    kept = set(matrices)
+    exported = set(matrices)
     tensors = {
         path: LazyTensor.from_array(np.empty((shape[0], 0)))
         for path, shape in linears.items()
-        if path not in kept
+        if path not in exported
     }
     for layout in table.layouts:
         tensors = layout.write(tensors, config)

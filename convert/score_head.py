@@ -27,9 +27,9 @@ def read_score_head(data: Mapping[str, Any]) -> ScoreHead:
     """
     fields: _Fields = as_schema(data, _Fields, "config.json", ConfigError)
     count = 2 if fields.num_labels is None else fields.num_labels
-    given = fields.id2label or {str(i): f"LABEL_{i}" for i in range(count)}
-    labels = tuple(str(given.get(str(i))) for i in range(len(given)))
-    numbered = set(given) == set(map(str, range(len(given))))
+    label_names = fields.id2label or {str(i): f"LABEL_{i}" for i in range(count)}
+    labels = tuple(str(label_names.get(str(i))) for i in range(len(label_names)))
+    numbered = set(label_names) == set(map(str, range(len(label_names))))
     if (
         not numbered
         or len(set(labels)) < len(labels)
@@ -37,7 +37,7 @@ def read_score_head(data: Mapping[str, Any]) -> ScoreHead:
     ):
         raise ConfigError(
             "config.json: id2label must have distinct labels 0, 1, ..., as many as num_labels"
-            f" ({fields.num_labels}): got {given!r:.80}"
+            f" ({fields.num_labels}): got {label_names!r:.80}"
         )
     return ScoreHead(
         labels=labels, problem_type=fields.problem_type, pad_token_id=fields.pad_token_id

@@ -21,10 +21,10 @@ Flags = tuple[bool | Annotated[int, Meta(ge=0, le=1)], ...]
 
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
-    given = fields["turns"]
-    if given is None:
-        given = ((i + 1) % interval for i in range(count))
-    turns = fields["turns"] = tuple(map(bool, given))  # 0 and 1 in the file
+    uses_rope = fields["turns"]
+    if uses_rope is None:
+        uses_rope = ((i + 1) % interval for i in range(count))
+    turns = fields["turns"] = tuple(map(bool, uses_rope))  # 0 and 1 in the file
     if len(turns) != count:
         complaints.append(f"no_rope_layers has {len(turns)} entries for {count} layers")
         return

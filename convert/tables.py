@@ -26,8 +26,8 @@ class Field(NamedTuple):
     schema: The annotation of the checkpoint's values; None: that of the configuration's field.
     """
 
-    theirs: str
-    ours: str
+    key: str
+    name: str
     default: Any
     schema: Any = None
 
@@ -90,9 +90,9 @@ class Architecture(FieldTable, abc.ABC):
         try:
             return self.parse_config(data)
         except ConfigError as error:
-            names = {ours: theirs for theirs, ours, *_ in self.fields}
+            names = {name: key for key, name, *_ in self.fields}
             names |= {name: alias for alias, name in self.aliases.items() if alias in data}
-            names |= {f.ours: names[f.theirs] for f in self.fields if f.theirs in names}
+            names |= {f.name: names[f.key] for f in self.fields if f.key in names}
             words = rf"\b(?<!')({'|'.join(names)})\b(?!')"
 
             def respell(word: re.Match[str]) -> str:
@@ -106,11 +106,11 @@ class Architecture(FieldTable, abc.ABC):
 
     def write_config(self, config: Any) -> dict[str, Any]:
         """Return config.json's fields. Raises ConfigError for what the format cannot express."""
-        fields = (field for field in self.fields if hasattr(config, field.ours))
+        fields = (field for field in self.fields if hasattr(config, field.name))
         return {
             "architectures": [self.architectures[0]],
             "model_type": self.model_type,
-            **{field.theirs: getattr(config, field.ours) for field in fields},
+            **{field.key: getattr(config, field.name) for field in fields},
         }
 
     def orient_tensor(self, path: str, tensor: LazyTensor) -> LazyTensor:
@@ -212,21 +212,21 @@ def read_fields(table: FieldTable, data: Mapping[str, Any]) -> tuple[dict[str, A
     for alias, name in table.aliases.items():
         if (value := data.pop(alias, None)) is None:
             continue
-        if (given := data.get(name)) not in (None, value):
-            complaints.append(f"{name} {given!r:.40} and {alias} {value!r:.40} differ")
+        if (current := data.get(name)) not in (None, value):
+            complaints.append(f"{name} {current!r:.40} and {alias} {value!r:.40} differ")
         data[name] = value
-    for theirs, ours, default, own in table.fields:
-        value = data.get(theirs)
-        schema = own or hints.get(ours)
+    for key, name, default, own in table.fields:
+        value = data.get(key)
+        schema = own or hints.get(name)
         if value is None:
             value = default
         elif schema is not None:
-            complaints += value_errors(value, schema, theirs)
+            complaints += value_errors(value, schema, key)
         if value is REQUIRED:
-            complaints.append(f"{theirs} is missing")
+            complaints.append(f"{key} is missing")
         else:
-            result[ours] = tuple(value) if isinstance(value, list) else value
-    read = {field.theirs for field in table.fields} | table.ignored_fields
+            result[name] = tuple(value) if isinstance(value, list) else value
+    read = {field.key for field in table.fields} | table.ignored_fields
     for name, known in table.allowed_values.items():
         value = data.get(name)
         if value is not None and name not in read and value not in known:
@@ -240,17 +240,17 @@ def unknown_fields(table: FieldTable, data: Mapping[str, Any]) -> list[str]:
 
     Names with a leading underscore are transformers' bookkeeping and are left out.
     """
-    known = {field.theirs for field in table.fields} | table.ignored_fields
+    known = {field.key for field in table.fields} | table.ignored_fields
     known |= {*table.allowed_values, *table.aliases}
     return [name for name in data if name not in known and not name.startswith("_")]
 
 
 def divide_exactly(total: str, fields: Mapping[str, Any], parts: str) -> int:
     """Return `fields[total] / fields[parts]`; raise ConfigError if it is not an integer."""
-    whole, count = fields[total], fields[parts]
-    if type(whole) is not int or type(count) is not int or count < 1 or whole % count:
-        refuse("config.json", [f"{total} {whole!r} is not a multiple of {parts} {count!r}"])
-    return whole // count
+    total_count, count = fields[total], fields[parts]
+    if type(total_count) is not int or type(count) is not int or count < 1 or total_count % count:
+        refuse("config.json", [f"{total} {total_count!r} is not a multiple of {parts} {count!r}"])
+    return total_count // count
 
 
 def refuse(what: str, complaints: list[str]) -> None:

@@ -1,7 +1,7 @@
 """The public names of jaxllm, each once; `__init__.py` imports them lazily."""
 
 from . import errors as errors
-from .cache.growth import commit as commit
+from .cache.commit import commit as commit
 from .cache.kv import (
     Delta as Delta,
     KVCache as KVCache,
@@ -90,7 +90,7 @@ from .weights.quantize import (
     dequantize as dequantize,
     quantize as quantize,
 )
-from .weights.types.bf16_12bit import PackedBf16 as PackedBf16
 from .weights.types.int_weight import IntWeight as IntWeight
+from .weights.types.packed_bf16 import PackedBf16Weight as PackedBf16Weight
 
 __version__: str

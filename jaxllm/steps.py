@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.growth import check_fits
+from jaxllm.cache.commit import check_fits
 from jaxllm.cache.kv import Delta, KVCache, TreeDelta, check_usable, merge_labels
-from jaxllm.cache.tree import plan_growth
+from jaxllm.cache.tree import plan_tree
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.compiled_steps import (
     DECODE_STEP,
@@ -23,10 +23,10 @@ from jaxllm.models.compiled_steps import (
     Output as Output,
     Segments as Segments,
     StepOutput as StepOutput,
-    grow_tree,
     run_and_commit as run_and_commit,
     run_forward,
     run_model as run_model,
+    run_tree,
 )
 from jaxllm.models.inputs import (
     Array,
@@ -167,21 +167,21 @@ def _forward_tree(
     if cache is not None:
         check_usable(cache)
         check_cache(config, cache, B)
-    growth = plan_growth(cache, parents_BN, tree, shape)
-    check_inputs(model, cache, tokens_BN, growth.position_BM[:, :N])
+    plan = plan_tree(cache, parents_BN, tree, shape)
+    check_inputs(model, cache, tokens_BN, plan.position_BM[:, :N])
     checked = check_edits(model, edits, B, 1, None)
     made_with_B = fingerprint(checked, B)
     for before in (x for x in (cache, tree) if x is not None):
         made_with_B = merge_labels(before.edits_B, made_with_B)
-    M = growth.position_BM.shape[1]
+    M = plan.position_BM.shape[1]
     tokens_BM = array_namespace(tokens_BN).pad(tokens_BN, ((0, 0), (0, M - N)))
     grown = None if tree is None else tree.replace(edits_B=None)
     by_node = jax.tree.map(  # each node is a row
         lambda x: x if x.shape[0] == 1 else array_namespace(x).repeat(x, M, axis=0), checked
     )
-    out: Output = grow_tree(
+    out: Output = run_tree(
         model, params, () if cache is None else cache.segments, grown, tokens_BM.astype(np.int32),
-        growth.first, growth.path_BMP, growth.position_BM, by_node, growth.parent_BS.shape[1],
+        plan.first, plan.path_BMP, plan.position_BM, by_node, plan.parent_BS.shape[1],
         hidden_states, names,
     )  # fmt: skip
     sites = {name: out.sites[name] for name in names}
@@ -193,7 +193,7 @@ def _forward_tree(
     new = out.delta
     delta = TreeDelta(
         new.k, new.v, new.position_BS, new.token_BS, new.patched_BS, (), made_with_B,
-        growth.parent_BS, growth.size, growth.start_B,
+        plan.parent_BS, plan.size, plan.start_B,
     )  # fmt: skip
     return out.replace(delta=delta, sites=sites)
 

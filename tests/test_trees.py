@@ -240,10 +240,10 @@ def test_sizes_of_a_bucket_share_a_program() -> None:
     model, params = make_model(num_hidden_layers=1)
     cache = read_prompt(model, params)
     tree = init_tree(cache, 16)
-    before = compiled_steps.grow_tree._cache_size()
+    before = compiled_steps.run_tree._cache_size()
     for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 1, 3, 4, 2], [-1, 0, 1, 2, 3, 4, 5, 6]):
         jaxllm.forward(model, params, cache, tokens(1, len(parents)), parents=[parents], tree=tree)
-    assert compiled_steps.grow_tree._cache_size() - before == 1
+    assert compiled_steps.run_tree._cache_size() - before == 1
 
 
 @given(st.lists(st.integers(0, 99), max_size=40))
@@ -292,9 +292,9 @@ def test_bad_trees_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CacheMismatchError, match=r"tree must be the delta of forward"):
         run([[0]], [[1]], tree=jaxllm.forward(model, params, cache, [[1]]).delta)
     grown = jaxllm.commit(cache, out.delta, 0)
-    with pytest.raises(CacheMismatchError, match=r"next positions are \[11\], this one's are \[12"):
+    with pytest.raises(CacheMismatchError, match=r"at positions \[11\], this cache is at \[12"):
         jaxllm.forward(model, params, grown, [[1]], parents=[[0]], tree=out.delta)
-    with pytest.raises(CacheMismatchError, match="next positions"):
+    with pytest.raises(CacheMismatchError, match="at positions"):
         jaxllm.commit(grown, out.delta, 0)
     with pytest.raises(CacheMismatchError, match=r"the tree has 1 rows, the cache has 2"):
         jaxllm.commit(read_prompt(model, params, 2), out.delta, 0)

@@ -90,8 +90,8 @@ def read_header(path: Path) -> Header:
 
     Raises CheckpointError for a malformed file and for tensors of an unsupported type.
     """
-    whole = map_file(path)
-    reader = _Reader(whole, f"{path}: its GGUF header")
+    file_map = map_file(path)
+    reader = _Reader(file_map, f"{path}: its GGUF header")
     version = reader.read_version()
     count, keys = reader.read_count("tensors", MAX_TENSORS), reader.read_count("keys", MAX_KEYS)
     if version not in VERSIONS:
@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
             f"general.alignment is {alignment!r:.40}, expected a power of 2, 8 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.position // alignment) * alignment
-    return Header(path, settings, _locate_tensors(entries, start, alignment, reader), whole)
+    return Header(path, settings, _locate_tensors(entries, start, alignment, reader), file_map)
 
 
 def _locate_tensors(

@@ -28,8 +28,8 @@ class ModuleRow(NamedTuple):
         row_range: The rows of this module in a tensor that fuses several.
     """
 
-    ours: str
-    theirs: str
+    path: str
+    tensor: str
     row_order: RowOrder | None = None
     weight_offset: float = 0.0
     always_float32: bool = False
@@ -62,7 +62,7 @@ def interleave_rows(heads: str) -> RowOrder:
 
 
 def _fuse_rows(
-    rows: Callable[[ModelConfig], tuple[int, ...]], theirs: str, *ours: str
+    rows: Callable[[ModelConfig], tuple[int, ...]], tensor: str, *paths: str
 ) -> tuple[ModuleRow, ...]:
     """Return modules that GGUF fuses in one tensor. rows: the row count of each module."""
 
@@ -75,7 +75,7 @@ def _fuse_rows(
         return part
 
     return tuple(
-        ModuleRow(name, theirs, row_range=make_row_range(i)) for i, name in enumerate(ours)
+        ModuleRow(name, tensor, row_range=make_row_range(i)) for i, name in enumerate(paths)
     )
 
 
@@ -134,7 +134,7 @@ def _offset_norms(modules: tuple[ModuleRow, ...]) -> tuple[ModuleRow, ...]:
     below that x - 1 is exact if x was computed as 1 + w. w itself is recovered if 1 + w was exact:
     for |w| >= 2^-16 in bfloat16 and >= 2^-13 in float16.
     """
-    return tuple(m._replace(weight_offset=1.0) if "norm" in m.theirs else m for m in modules)
+    return tuple(m._replace(weight_offset=1.0) if "norm" in m.tensor else m for m in modules)
 
 
 # In these llama.cpp rotates adjacent pairs, so query and key rows are permuted: its converter does
@@ -184,7 +184,7 @@ def match_names(modules: Iterable[ModuleRow], names: Iterable[str]) -> Iterator[
     """Yield the parameter for each GGUF name, or the name itself if no row matches."""
     known: dict[str, list[ModuleRow]] = {}
     for row in modules:
-        known.setdefault(row.theirs, []).append(row)
+        known.setdefault(row.tensor, []).append(row)
     for name in names:
         stem, _, what = name.rpartition(".")
         number = re.search(r"(?<=\.)\d+(?=\.|$)", stem)
@@ -194,16 +194,16 @@ def match_names(modules: Iterable[ModuleRow], names: Iterable[str]) -> Iterator[
             yield name
             continue
         for row in rows:
-            path = row.ours.replace("*", number[0] if number else "*")
+            path = row.path.replace("*", number[0] if number else "*")
             yield MatchedParam(f"{path}.{what}", name, row)
 
 
 def match_paths(modules: Iterable[ModuleRow], paths: Iterable[str]) -> Iterator[MatchedParam | str]:
     """Yield the parameter for each of our paths, or the path itself if no row matches."""
-    back = {row: row._replace(ours=row.theirs, theirs=row.ours) for row in modules}
-    rows = {row.ours: row for row in modules}
+    back = {row: row._replace(path=row.tensor, tensor=row.path) for row in modules}
+    rows = {row.path: row for row in modules}
     for found in match_names(back.values(), paths):
         if isinstance(found, str):
             yield found
         else:
-            yield MatchedParam(found.name, found.path, rows[found.module.theirs])
+            yield MatchedParam(found.name, found.path, rows[found.module.tensor])

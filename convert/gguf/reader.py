@@ -69,14 +69,14 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     formats: dict[str, str] = {}
     blocks: dict[str, LazyTensor] = {}
     complaints: list[str] = []
-    kept = _quantizable_paths(config, row)
+    quantizable = _quantizable_paths(config, row)
     for found in names.match_names(row.modules, (name for name in stored if name not in divisors)):
         if isinstance(found, str):
             complaints.append(f"{found} is not part of this model")
             continue
         header, entry = stored[found.name]
         placed = _locate_tensor(header, entry, found, config, complaints)
-        leaf = placed.to_leaf() if found.path in kept else None
+        leaf = placed.to_leaf() if found.path in quantizable else None
         single = leaf is not None and len(placed.shape) == 3 and not can_stack(leaf[0].name)
         if leaf is None or single:  # stacks of experts lack some formats: exact floats
             tensors[found.path] = placed.to_plain()

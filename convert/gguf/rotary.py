@@ -86,7 +86,7 @@ def read_rope(
     if kind == "linear" and factor not in (None, 1.0):
         fields |= {"rope_type": "linear", "factor": _to_float(factor)}
     elif kind == "yarn":
-        yarn = {ours: _to_float(data[key]) for ours, key in _YARN.items() if key in data}
+        yarn = {name: _to_float(data[key]) for name, key in _YARN.items() if key in data}
         context = data.get(_CONTEXT, data.get("context_length"))
         fields |= {"rope_type": "yarn", "factor": _to_float(factor), **yarn}
         fields["original_max_position_embeddings"] = context
@@ -137,7 +137,7 @@ def write_rope(
                 complaints.append("YaRN's attention_factor, mscale and truncate")
             scaling = {f"{_SCALING}type": "yarn", _FACTOR: rope.factor}
             scaling[_CONTEXT] = rope.original_max_position_embeddings
-            yarn = {key: getattr(rope, ours) for ours, key in _YARN.items()}
+            yarn = {key: getattr(rope, name) for name, key in _YARN.items()}
             return {**settings, **scaling, **yarn}, {}
         case "longrope":
             scaling = {_CONTEXT: rope.original_max_position_embeddings}
@@ -178,8 +178,8 @@ def _match_llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
     Hugging Face's format can express these, but not divisors in general.
     """
     fields = {"rope_type": "llama3", **_LLAMA3, "factor": float(freqs.max())}
-    made = _llama3_divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
-    return fields if np.allclose(made, freqs, rtol=2e-6, atol=0) else None
+    expected = _llama3_divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
+    return fields if np.allclose(expected, freqs, rtol=2e-6, atol=0) else None
 
 
 def _llama3_divisors(rope: Rope, head_dim: int) -> np.ndarray:

@@ -50,7 +50,7 @@ def unknown_keys(header: Header) -> tuple[str, ...]:
 
 def _is_known(row: GGUFArchitecture, key: str) -> bool:
     """Return whether a key (without the architecture) is read, allowed or refused."""
-    named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed_values}
+    named = {field.key for field in row.fields} | {*ALLOWED, *row.allowed_values}
     return key.startswith(MATH_PREFIXES) or key in named | IGNORED | row.derive_keys
 
 
@@ -81,15 +81,15 @@ def read_config(
         if key.startswith(begins)
     }
     fields: dict[str, Any] = {}
-    for theirs, ours, default, _ in row.fields:
-        value = data.get(theirs, default)
+    for key, name, default, _ in row.fields:
+        value = data.get(key, default)
         if value is REQUIRED:
-            complaints.append(f"{begins}{theirs} is missing")
+            complaints.append(f"{begins}{key} is missing")
         # 0 means none: no window, no scale.
-        fields[ours] = default if value == 0 and default in (None, 1.0) else value
+        fields[name] = default if value == 0 and default in (None, 1.0) else value
     if TOKEN_TABLE not in entries or len(entries[TOKEN_TABLE].shape) != 2:
         complaints.append(f"{TOKEN_TABLE} is missing or not a matrix")
-    known = {field.theirs for field in row.fields} | IGNORED | row.derive_keys
+    known = {field.key for field in row.fields} | IGNORED | row.derive_keys
     allowed = {**ALLOWED, **row.allowed_values}
     for key, value in data.items():
         if key in known or (row.uses_rope and key in ROPE_KEYS and key not in row.allowed_values):
@@ -116,8 +116,8 @@ def read_config(
     fields["tie_word_embeddings"] = "output.weight" not in entries
     if "attention_multiplier" in fields and fields["attention_multiplier"] is None:
         fields["attention_multiplier"] = float(fields["head_dim"] ** -0.5)
-    whole = ["rope.dimension_count"] if row.uses_rope and not row.partial_rotary else []
-    for key in ("attention.value_length", *whole):
+    rotary_keys = ["rope.dimension_count"] if row.uses_rope and not row.partial_rotary else []
+    for key in ("attention.value_length", *rotary_keys):
         if data.get(key, fields["head_dim"]) != fields["head_dim"]:
             complaints.append(
                 f"{begins}{key} is not supported: got {data[key]!r:.20}, expected the head size"
@@ -153,7 +153,7 @@ def write_config(
     kind = config.long_attention(0)
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
-    values = {theirs: getattr(config, ours) for theirs, ours, *_ in row.fields}
+    values = {key: getattr(config, name) for key, name, *_ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):

@@ -156,25 +156,25 @@ class GGUFTensor:
 
     def to_leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
         """Return the format and the pieces of an exact leaf, or None if there is none."""
-        kept = LEAVES.get(self.block.name)
+        reader = LEAVES.get(self.block.name)
         if len(self.shape) < 2 or self.weight_offset:
             return None
         if self.block.name in SUPER_BLOCKS:
             return BLOCK_TYPES[self.block.name].format, {".blocks": self._to_bytes()}
-        if kept is None:
+        if reader is None:
             return None
-        expected = kept.format.array_specs(self.shape)
-        return kept.format, {
-            name: self._make_piece(kept, name, *expected[name]) for name in expected
+        expected = reader.format.array_specs(self.shape)
+        return reader.format, {
+            name: self._make_piece(reader, name, *expected[name]) for name in expected
         }
 
     def _make_piece(
-        self, kept: LeafRecipe, name: str, shape: PartialShape, dtype: Any
+        self, reader: LeafRecipe, name: str, shape: PartialShape, dtype: Any
     ) -> LazyTensor:
         size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
         if name.endswith(".zero"):  # codes are from 0; the offset does the rest
             return LazyTensor(held, size, lambda: empty_aligned(size, held, zeroed=True))
-        empty = kept.padding_byte if name.endswith(".data") else 0
+        empty = reader.padding_byte if name.endswith(".data") else 0
 
         def read() -> np.ndarray:
             array = empty_aligned(size, held)
@@ -183,18 +183,18 @@ class GGUFTensor:
                 rows = rows.view(np.uint8)
             for raw in self._read_raw_rows(BLOCK_ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
-                made = made.reshape(len(raw), -1, made.shape[1])
-                into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
-                count = made.shape[1]
+                piece = reader.read_piece(self.block, name, blocks)  # often a view, copied once
+                piece = piece.reshape(len(raw), -1, piece.shape[1])
+                into = rows[done : done + len(raw)].reshape(len(raw), -1, piece.shape[2])
+                count = piece.shape[1]
                 into[:, count:] = empty
                 if (
-                    made.dtype == into.dtype
-                    and made.strides[2] == made.itemsize < made[0, 0].nbytes
+                    piece.dtype == into.dtype
+                    and piece.strides[2] == piece.itemsize < piece[0, 0].nbytes
                 ):
-                    whole = np.dtype((np.void, made.shape[2] * made.itemsize))
-                    into, made = into.view(whole), made.view(whole)  # a copy per block, not number
-                into[:, :count] = made
+                    void = np.dtype((np.void, piece.shape[2] * piece.itemsize))
+                    into, piece = into.view(void), piece.view(void)  # a copy per block, not number
+                into[:, :count] = piece
                 done += len(raw)
             return array
 
@@ -237,9 +237,9 @@ class GGUFTensor:
         if self.row_order is None:
             yield from lying.blocks(rows)
             return
-        whole = lying.read()
+        raw = lying.read()
         for begin in range(0, len(self.row_order), rows):
-            yield whole[self.row_order[begin : begin + rows]]
+            yield raw[self.row_order[begin : begin + rows]]
         lying.release()
 
 
@@ -253,5 +253,5 @@ def pack_blocks(kind: IntFormat, data: np.ndarray, scale: np.ndarray, columns: i
         .reshape(rows, round_up(columns, CHUNK) // BLOCK_SIZE, -1)
     )
     scales = np.ascontiguousarray(scale).view(np.uint8).reshape(rows, -1, 2)
-    made = np.concatenate([scales[:, :count], codes[:, :count]], axis=2)
-    return made.reshape(rows, -1)
+    blocks = np.concatenate([scales[:, :count], codes[:, :count]], axis=2)
+    return blocks.reshape(rows, -1)

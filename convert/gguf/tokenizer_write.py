@@ -63,13 +63,13 @@ def make_tokenizer_keys(
     else:
         raise _refusal(f"a BPE with the decoder {_step_types(tree.get('decoder'))}")
     ids = {name: index for index, name in names.items()}
-    given = {ID_KEYS[role]: ids[text] for role, text in roles.items()}
-    given |= _eos_keys(generation, given.get("eos_token_id"))
+    ids_by_key = {ID_KEYS[role]: ids[text] for role, text in roles.items()}
+    ids_by_key |= _eos_keys(generation, ids_by_key.get("eos_token_id"))
     keys = {
         **own,
         "tokens": tokens,
         "token_type": np.array(kinds, np.int32),
-        **given,
+        **ids_by_key,
         "add_bos_token": source.adds_bos,
         "add_eos_token": source.end is not None and source.end == roles.get("eos"),
     }
@@ -105,8 +105,8 @@ def dropped_settings(generation: Mapping[str, Any], keys: Mapping[str, Any]) -> 
     Args:
         keys: The keys that are written. Ends that readers know by name need none.
     """
-    given = generation.get("eos_token_id")
-    ends = given if isinstance(given, list) else [given]
+    eos = generation.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [eos]
     lost = [f"eos_token_id {i}" for i in ends if i is not None and i not in find_ends(keys)]
     neutral: tuple[Any, ...] = (None, False, [])
     named = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}

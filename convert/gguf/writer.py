@@ -115,13 +115,13 @@ def write_gguf(
         if not single and block is not choose_block(kind, found.name, FULL_COLUMNS, config):
             replaced[found.name] = block.name
         held = _copy_codes(checkpoint, found, block)
-        made = held or _quantize_tensor(tensor, found, block, config)
+        quantized = held or _quantize_tensor(tensor, found, block, config)
         if found.module.row_range is None:
-            tensors.append(made)
+            tensors.append(quantized)
         else:
-            parts.setdefault(found.name, []).append((found.module.row_range(config)[0], made))
+            parts.setdefault(found.name, []).append((found.module.row_range(config)[0], quantized))
     tensors += [
-        _concatenate([made for _, made in sorted(each, key=lambda part: part[0])])
+        _concatenate([quantized for _, quantized in sorted(each, key=lambda part: part[0])])
         for each in parts.values()
     ]
     tensors += [_float_vector(name, vector) for name, vector in divisors.items()]
@@ -192,9 +192,9 @@ def _quantize_tensor(
             for part in tensor.blocks(BLOCK_ROWS):
                 yield quantize_rows(part)
             return
-        whole = tensor.read().reshape(len(order) if order is not None else 1, -1)
-        for index in _row_slices(len(whole), order):
-            yield quantize_rows(whole[index])
+        array = tensor.read().reshape(len(order) if order is not None else 1, -1)
+        for index in _row_slices(len(array), order):
+            yield quantize_rows(array[index])
 
     return OutputTensor(found.name, block, tensor.shape, rows)
 

@@ -162,12 +162,12 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
         raise ConfigError(f"an adapter must be an Adapter (read_adapter), got {adapter!r:.60}")
     if not isinstance(lora, LoraConfig):
         raise ConfigError(f"an adapter's configuration must be a LoraConfig, got {lora!r:.60}")
-    made, wanted = ((resolve_targets(config, c), c.use_dora) for c in (adapter.config, lora))
+    own_targets, wanted = ((resolve_targets(config, c), c.use_dora) for c in (adapter.config, lora))
     differ = [
-        f"{name}: the adapter has {_describe(made, name)}, the configuration"
+        f"{name}: the adapter has {_describe(own_targets, name)}, the configuration"
         f" {_describe(wanted, name)}"
-        for name in sorted(made[0].keys() | wanted[0].keys())
-        if _describe(made, name) != _describe(wanted, name)
+        for name in sorted(own_targets[0].keys() | wanted[0].keys())
+        if _describe(own_targets, name) != _describe(wanted, name)
     ]
     if differ:
         raise ConfigError(
@@ -200,9 +200,9 @@ def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Ad
         if not isinstance(leaf, LoraWeight) or leaf.owner is not None:
             raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
         extracted[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
-    made = Adapter(lora, extracted)
-    resolve_adapter(config, made)  # its shapes
-    return made
+    adapter = Adapter(lora, extracted)
+    resolve_adapter(config, adapter)  # its shapes
+    return adapter
 
 
 row_norms = jax.jit(LoraWeight.norms)  # one program per shape, not one per operation
@@ -253,8 +253,8 @@ def merge_adapter(
         return config, map_leaves(merge_leaf, params)
     rest = {path: node for path, node in params.items() if f"{path}.weight" != tokens}
     changed = map_leaves(merge_leaf, rest)
-    both = {tokens.removesuffix(".weight"): "rows", HEAD: "head"}
-    changed |= {m: {"weight": merge_site(leaves[tokens], site)} for m, site in both.items()}
+    tables = {tokens.removesuffix(".weight"): "rows", HEAD: "head"}
+    changed |= {m: {"weight": merge_site(leaves[tokens], site)} for m, site in tables.items()}
     config = dataclasses.replace(config, tie_word_embeddings=False)
     order = models.param_shapes(models.build(config))
     return config, {name: changed[name] for name in order}

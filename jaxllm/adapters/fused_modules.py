@@ -45,8 +45,8 @@ def list_groups(config: ModelConfig) -> list[FusedGroup]:
             spans = layout.row_spans(config)
             for number in range(config.num_hidden_layers):
                 path = f"{layers}.{number}."
-                modules = tuple(f"{path}{name}" for name in layout.ours)
-                groups.append(FusedGroup(f"{table.prefix}{path}{layout.theirs}", modules, spans))
+                modules = tuple(f"{path}{name}" for name in layout.parts)
+                groups.append(FusedGroup(f"{table.prefix}{path}{layout.fused}", modules, spans))
     return groups
 
 
@@ -70,11 +70,11 @@ def split_fused(
             raise CheckpointError(
                 f"{name} has shape {tensor.shape}, expected {group.num_rows} rows"
             )
-        for ours, spans in zip(group.modules, group.spans, strict=True):
+        for path, spans in zip(group.modules, group.spans, strict=True):
             part = tensor
             if what in _ROW_TENSORS:
                 part = concat_tensors([tensor.rows(*span) for span in spans])
-            split[f"{prefix}{table.prefix}{ours}.{what}"] = part
+            split[f"{prefix}{table.prefix}{path}.{what}"] = part
     return split
 
 

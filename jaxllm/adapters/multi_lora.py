@@ -32,15 +32,15 @@ def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Ad
         raise ConfigError(f"adapter name {BASE!r} is reserved for the model without an adapter")
     plans = [resolve_adapter(config, adapter) for adapter in adapters.values()]
     each = list(adapters.values())
-    beside: dict[str, dict[str, list[int]]] = {}  # weight path -> module -> adapter indices
+    owners_of_path: dict[str, dict[str, list[int]]] = {}  # weight path -> module -> adapter indices
     for n, lows in enumerate(plans):
         for module, low in lows.items():
-            beside.setdefault(low.target.path, {}).setdefault(module, []).append(n)
+            owners_of_path.setdefault(low.target.path, {}).setdefault(module, []).append(n)
 
     def attach_leaf(path: str, weight: Any) -> Any:
         if isinstance(weight, LoraWeight):
             raise ConfigError(f"{path} has an adapter already: merge it first")
-        for module, owners in beside.get(path, {}).items():
+        for module, owners in owners_of_path.get(path, {}).items():
             leaves = {
                 n: make_leaf(weight, plans[n][module], each[n].matrices[module], each[n].config)
                 for n in owners
@@ -105,19 +105,19 @@ def with_loaded_adapters(
 
 def _name_paths(adapters: AdapterPaths) -> dict[str, Path]:
     """Return the paths by name; the default name is that of the directory or file."""
-    given: Any = [adapters] if isinstance(adapters, str | PathLike) else adapters
-    if not isinstance(given, Mapping | list | tuple):
+    directories: Any = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    if not isinstance(directories, Mapping | list | tuple):
         raise ConfigError(f"adapters must be {_EXPECTED}, got {adapters!r:.60}")
-    for directory in given.values() if isinstance(given, Mapping) else given:
+    for directory in directories.values() if isinstance(directories, Mapping) else directories:
         if not isinstance(directory, str | PathLike):
             raise ConfigError(f"adapters must be {_EXPECTED}, got {directory!r:.60} among them")
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(directories, Mapping):
+        for name in directories:
             if not isinstance(name, str):
                 raise ConfigError(f"an adapter's name must be a string, got {name!r:.60}")
-        return {name: Path(directory) for name, directory in given.items()}
+        return {name: Path(directory) for name, directory in directories.items()}
     found: dict[str, Path] = {}
-    for directory in map(Path, given):
+    for directory in map(Path, directories):
         name = directory.resolve().name.removesuffix(".gguf")
         if name in found:
             raise ConfigError(

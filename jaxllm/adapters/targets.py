@@ -68,12 +68,12 @@ def list_targets(config: ModelConfig) -> dict[str, TargetModule]:
 
 
 def _fused_name(table: Architecture, module: str) -> str:
-    """Return Hugging Face's name of the fused module that contains ours, or ""."""
+    """Return Hugging Face's name of the fused module that contains this one, or ""."""
     for layout in table.layouts:
         if isinstance(layout, FusedLayout):
-            for name in layout.ours:
+            for name in layout.parts:
                 if module.endswith(f".{name}"):
-                    return f"{table.prefix}{module.removesuffix(name)}{layout.theirs}"
+                    return f"{table.prefix}{module.removesuffix(name)}{layout.fused}"
     return ""
 
 

@@ -9,7 +9,11 @@ equality: equality.
 """
 
 from jaxllm.cache.batch_ops import branch, fork, merge_rows, select
-from jaxllm.cache.edit import (
+from jaxllm.cache.commit import commit
+from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_window
+from jaxllm.cache.files import fingerprint, load_cache, save_cache
+from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
+from jaxllm.cache.operations import (
     close_gaps,
     compact,
     drop_range,
@@ -20,10 +24,6 @@ from jaxllm.cache.edit import (
     shift,
     slot_order,
 )
-from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_window
-from jaxllm.cache.files import fingerprint, load_cache, save_cache
-from jaxllm.cache.growth import commit
-from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.cache.token_merging import pool
 from jaxllm.cache.tree import init_tree

@@ -30,8 +30,8 @@ def _segments_equal(one: Any, two: Any) -> bool:
 
     def slots_equal(x: jax.Array, y: jax.Array) -> bool:
         shared = x.shape[: there_BS.ndim] != there_BS.shape  # one row, but positions per row
-        there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
-        return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
+        slots = there_BS.any(axis=0, keepdims=True) if shared else there_BS
+        return np.asarray(x)[slots].tobytes() == np.asarray(y)[slots].tobytes()
 
     if not np.array_equal(one.position_BS, two.position_BS):
         return False

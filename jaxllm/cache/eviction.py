@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.edit import keep, keep_slots
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_no_memory, check_usable
+from jaxllm.cache.operations import keep, keep_slots
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.runtime.validation import check_int
 

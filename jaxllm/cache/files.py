@@ -174,9 +174,9 @@ def load_cache(
     if prefix is not None:
         prefix = as_token_array("prefix", prefix).tolist()
     header, fields = _read_header(path)
-    for name, ours in _identity(model, params).items():
-        if fields[name] != ours:
-            raise CacheMismatchError(f"{path}: {_describe_difference(name, fields[name], ours)}")
+    for name, current in _identity(model, params).items():
+        if fields[name] != current:
+            raise CacheMismatchError(f"{path}: {_describe_difference(name, fields[name], current)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents do not match its digest")
@@ -228,21 +228,21 @@ def _identity(model: Model, params: Params) -> dict[str, Any]:
     return plain
 
 
-def _describe_difference(name: str, theirs: Any, ours: Any) -> str:
+def _describe_difference(name: str, saved: Any, current: Any) -> str:
     if name == "weights":
         return "the cache was made with other weights"
-    if isinstance(theirs, dict):
-        unlike = (f for f in {**ours, **theirs} if ours.get(f, "none") != theirs.get(f, "none"))
+    if isinstance(saved, dict):
+        unlike = (f for f in {**current, **saved} if current.get(f, "none") != saved.get(f, "none"))
         field = next(unlike)
-        stored, wanted = theirs.get(field, "none"), ours.get(field, "none")
+        stored, wanted = saved.get(field, "none"), current.get(field, "none")
         return f"the cache's {name} has {field} {stored!r:.200}, the model's {wanted!r}"
-    return f"the cache's {name} is {theirs!r}, this is {ours!r}"
+    return f"the cache's {name} is {saved!r}, this is {current!r}"
 
 
-def _check_config(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    if theirs != ours:
+def _check_config(saved: ModelConfig, current: ModelConfig, what: str) -> None:
+    if saved != current:
         raise CacheMismatchError(
-            f"{what}: {_describe_difference('config', theirs.to_dict(), ours.to_dict())}"
+            f"{what}: {_describe_difference('config', saved.to_dict(), current.to_dict())}"
         )
 
 

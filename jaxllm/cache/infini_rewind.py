@@ -49,17 +49,17 @@ def rewind_memory(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
 
 def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
     position_BS, now_B = to_host(cache.position_BS), to_host(cache.next_position_B)
-    for row, (to, begin, now) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
+    for row, (to, begin, next_position) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
         if to < begin:
             raise CacheMismatchError(
                 f"rewind: row {row} cannot go back to position {to}: its memory can be rewound to"
                 f" {begin}, the start of the current segment, since additions of finished segments"
                 " cannot be removed. Continue from a cache that was forked or saved before"
             )
-        there = ((position_BS[row] >= begin) & (position_BS[row] < to)).sum()
-        if begin < to < now and there < to - begin:
+        count = ((position_BS[row] >= begin) & (position_BS[row] < to)).sum()
+        if begin < to < next_position and count < to - begin:
             raise CacheMismatchError(
-                f"rewind: row {row} has only {there} of the tokens from position {begin} to {to},"
+                f"rewind: row {row} has only {count} of the tokens from position {begin} to {to},"
                 f" from which its memory must be recomputed. Go back to {begin}, or continue from a"
                 " cache that was forked or saved before"
             )

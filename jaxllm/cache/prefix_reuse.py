@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.cache.edit import compact, rewind
 from jaxllm.cache.kv import KVCache
+from jaxllm.cache.operations import compact, rewind
 from jaxllm.errors import CacheMismatchError
 from jaxllm.ops.padding import bucket_size
 

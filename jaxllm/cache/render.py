@@ -33,9 +33,9 @@ def render_row(
     ids: list[int] = []
     for (left, right), run in groupby(slots.tolist(), key=marks):
         ids += token_S[list(run)].tolist()
-        now = tokenizer.decode(ids)  # all ids: a token's text depends on those before it
-        text += left + now[len(shown) :] + right
-        shown = now
+        decoded = tokenizer.decode(ids)  # all ids: a token's text depends on those before it
+        text += left + decoded[len(shown) :] + right
+        shown = decoded
     return text
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm.cache.edit import gather_slots, movable_ropes, rerotate_keys
 from jaxllm.cache.kv import (
     EMPTY,
     MAX_SLOTS,
@@ -26,6 +25,7 @@ from jaxllm.cache.kv import (
     check_usable,
     init_cache,
 )
+from jaxllm.cache.operations import gather_slots, movable_ropes, rerotate_keys
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
@@ -132,17 +132,17 @@ def copy_sequence(
         CapacityError: Too few shared slots.
         TokenError: Unknown sequence, or `target` has a token at one of these positions.
     """
-    now = read_positions(state)
+    at = read_positions(state)
     _check_sequences(state, source, target)
     if source == target:
         return state
-    own_S, shared_N = now.own_BS[source], now.shared_BN[source]
+    own_S, shared_N = at.own_BS[source], at.shared_BN[source]
     moving = np.flatnonzero(_range_mask(own_S, start, stop))
     copied = [own_S[moving], shared_N[_range_mask(shared_N, start, stop)]]
-    duplicates = np.intersect1d(np.concatenate(copied), np.concatenate([x[target] for x in now]))
+    duplicates = np.intersect1d(np.concatenate(copied), np.concatenate([x[target] for x in at]))
     if duplicates.size:
         raise TokenError(f"sequence {target} already has a token at position {duplicates[0]}")
-    free = np.flatnonzero(now.ref_count_N == 0)
+    free = np.flatnonzero(at.ref_count_N == 0)
     if moving.size > free.size:
         raise CapacityError(
             f"{moving.size} tokens to copy, but only {free.size} shared slots are empty. Remove a"
@@ -154,8 +154,8 @@ def copy_sequence(
         state = state.replace(frozen=(pool,))
         shared_N[free], own_S[moving] = own_S[moving], EMPTY
     is_copied_N = _range_mask(shared_N, start, stop)
-    now.shared_BN[target, is_copied_N] = shared_N[is_copied_N]
-    return with_positions(state, now)
+    at.shared_BN[target, is_copied_N] = shared_N[is_copied_N]
+    return with_positions(state, at)
 
 
 def remove_range(
@@ -167,23 +167,23 @@ def remove_range(
     the removed ones, as in `keep`. Keys and values are shared with `state`. Raises TokenError for
     an unknown sequence.
     """
-    now = read_positions(state)
+    at = read_positions(state)
     if sequence is not None:
         _check_sequences(state, sequence)
     rows = slice(None) if sequence is None else slice(sequence, sequence + 1)
-    for x in now:
+    for x in at:
         x[rows] = np.where(_range_mask(x[rows], start, stop), EMPTY, x[rows])
-    return with_positions(state, now)
+    return with_positions(state, at)
 
 
 def keep_sequence(state: KVCache, sequence: int) -> KVCache:
     """Remove all sequences but this one. Raises TokenError for an unknown one."""
-    now = read_positions(state)
+    at = read_positions(state)
     _check_sequences(state, sequence)
     others = np.arange(state.batch) != sequence
-    for x in now:
+    for x in at:
         x[others] = EMPTY
-    return with_positions(state, now)
+    return with_positions(state, at)
 
 
 def add_positions(
@@ -220,18 +220,18 @@ def defragment(state: KVCache) -> KVCache:
     Shared slots that only one sequence has return to its own slots, if there is room. Logits do not
     change: attention does not depend on slot numbers.
     """
-    now = read_positions(state)
+    at = read_positions(state)
     for row in range(state.batch):
-        lone = np.flatnonzero((now.shared_BN[row] >= 0) & (now.ref_count_N == 1))
-        lone = lone[: np.count_nonzero(now.own_BS[row] < 0)]
-        state = _unshare_slots(state, now, row, lone)
+        lone = np.flatnonzero((at.shared_BN[row] >= 0) & (at.ref_count_N == 1))
+        lone = lone[: np.count_nonzero(at.own_BS[row] < 0)]
+        state = _unshare_slots(state, at, row, lone)
     last = np.iinfo(np.int32).max
-    order_BS = np.argsort(np.where(now.own_BS < 0, last, now.own_BS), axis=1, kind="stable")
-    own_BS = np.take_along_axis(now.own_BS, order_BS, axis=1)
+    order_BS = np.argsort(np.where(at.own_BS < 0, last, at.own_BS), axis=1, kind="stable")
+    own_BS = np.take_along_axis(at.own_BS, order_BS, axis=1)
     tail = gather_slots((state.tail,), order_BS.astype(np.int32), state.capacity)
-    frozen, shared_BN = state.frozen, now.shared_BN
+    frozen, shared_BN = state.frozen, at.shared_BN
     if state.frozen:
-        first_N = np.where(now.ref_count_N == 0, last, shared_BN.max(axis=0))
+        first_N = np.where(at.ref_count_N == 0, last, shared_BN.max(axis=0))
         order_N = np.argsort(first_N, kind="stable")
         pool = state.frozen[0].replace(position_BS=jax.device_put(shared_BN[:1]))
         frozen = (gather_slots((pool,), order_N[None].astype(np.int32), order_N.size),)
@@ -246,22 +246,22 @@ def _renumber(
     stop: int | None,
     move: Callable[[np.ndarray], np.ndarray],
 ) -> KVCache:
-    now, limit = read_positions(state), state.config.position_limit
+    at, limit = read_positions(state), state.config.position_limit
     _check_sequences(state, row)
-    lent = np.flatnonzero(_range_mask(now.shared_BN[row], start, stop) & (now.ref_count_N > 1))
-    state = _unshare_slots(state, now, row, lent)
-    before = Positions(*(x.copy() for x in now))
-    for x in now:
+    lent = np.flatnonzero(_range_mask(at.shared_BN[row], start, stop) & (at.ref_count_N > 1))
+    state = _unshare_slots(state, at, row, lent)
+    before = Positions(*(x.copy() for x in at))
+    for x in at:
         inside = _range_mask(x[row], start, stop)
-        there = move(x[row, inside].astype(np.int64))
-        wrong = there[(there < 0) | (there >= limit)]
+        moved = move(x[row, inside].astype(np.int64))
+        wrong = moved[(moved < 0) | (moved >= limit)]
         if wrong.size:
             raise TokenError(
                 f"a token would move to {wrong[0]}; positions run from 0 to {limit - 1}"
             )
-        x[row, inside] = there
+        x[row, inside] = moved
 
-    by = Positions(*(there - here for there, here in zip(now, before, strict=True)))
+    by = Positions(*(new - old for new, old in zip(at, before, strict=True)))
     ropes = movable_ropes(state, np.concatenate([x[row] for x in by]))
 
     def rotate_segment(segment: Segment, by_BS: np.ndarray) -> Segment:
@@ -274,7 +274,7 @@ def _renumber(
         tail=rotate_segment(state.tail, by.own_BS),
         frozen=tuple(rotate_segment(pool, by.shared_BN[row : row + 1]) for pool in state.frozen),
     )
-    return with_positions(state, now)
+    return with_positions(state, at)
 
 
 def _unshare_slots(state: KVCache, positions: Positions, row: int, slots: np.ndarray) -> KVCache:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.edit import Ropes, compact, movable_ropes, rerotate_heads, slot_order
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_usable
+from jaxllm.cache.operations import Ropes, compact, movable_ropes, rerotate_heads, slot_order
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.ops import Entries, cast, dequantize
 from jaxllm.runtime.validation import check_int

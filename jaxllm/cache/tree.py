@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.edit import gather_slots
 from jaxllm.cache.kv import (
     EMPTY,
     MAX_SLOTS,
@@ -23,6 +22,7 @@ from jaxllm.cache.kv import (
     cast_delta,
     check_usable,
 )
+from jaxllm.cache.operations import gather_slots
 from jaxllm.cache.slot_update import write_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.files import check_memory
@@ -88,7 +88,7 @@ def init_tree(cache: KVCache, slots: int) -> TreeDelta:
     )  # fmt: skip
 
 
-class Growth(NamedTuple):
+class TreePlan(NamedTuple):
     """New nodes of a tree, in a power of two of columns M unless they are traced.
 
     Attributes:
@@ -106,9 +106,9 @@ class Growth(NamedTuple):
     position_BM: Any
 
 
-def plan_growth(
+def plan_tree(
     cache: KVCache | None, parents_BN: Any, tree: Any, shape: tuple[int, ...]
-) -> Growth:
+) -> TreePlan:
     """Return where new nodes with these parents are in the tree. shape: of their tokens, `[B, N]`.
 
     Raises:
@@ -144,9 +144,9 @@ def plan_growth(
     path_BMP = ancestors(parent_BS)[:, node_M]
     depth_BM = (path_BMP >= 0).sum(axis=2, dtype=np.int32)
     real_1M = np.arange(width)[None] < N
-    beside = _namespace(depth_BM, start_B)
-    position_BM = beside.where(real_1M, beside.asarray(start_B)[:, None] + depth_BM - 1, EMPTY)
-    return Growth(parent_BS, first + np.int32(N), start_B, first, path_BMP, position_BM)
+    xp = _namespace(depth_BM, start_B)
+    position_BM = xp.where(real_1M, xp.asarray(start_B)[:, None] + depth_BM - 1, EMPTY)
+    return TreePlan(parent_BS, first + np.int32(N), start_B, first, path_BMP, position_BM)
 
 
 def ancestors(parent_BS: Any) -> Any:
@@ -276,10 +276,10 @@ def _check_tree(tree: Any, next_position_B: Any) -> None:
         )
     if tree.start_B is next_position_B or _namespace(tree.start_B, next_position_B) is jnp:
         return
-    ours, theirs = np.asarray(next_position_B).tolist(), np.asarray(tree.start_B).tolist()
-    if ours != theirs:
+    cursors, starts = np.asarray(next_position_B).tolist(), np.asarray(tree.start_B).tolist()
+    if cursors != starts:
         raise CacheMismatchError(
-            f"the tree continues a cache whose next positions are {theirs}, this one's are {ours}"
+            f"the tree continues a cache at positions {starts}, this cache is at {cursors}"
         )
 
 

@@ -49,7 +49,7 @@ def plan(
         from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
         from jaxllm.plan.search import check_goal, propose_meshes
         from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
-        from jaxllm.sharding.partition_rules import fit_mesh
+        from jaxllm.sharding.partition_rules import resolve_mesh
         from jaxllm.weights.precision import freeze_rules
 
     check_exclusive({"--mesh": mesh, "--devices": devices})
@@ -63,7 +63,7 @@ def plan(
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
     context = context if context is not None else opened.config.default_cache_size
-    axes = MeshSpec() if mesh_axes is None else fit_mesh(mesh_axes, opened.config)
+    axes = MeshSpec() if mesh_axes is None else resolve_mesh(mesh_axes, opened.config)
     query = PlanQuery(opened, precision, device, axes, batch, context, exact, microbatches)
     plans = [estimate_plan(query)] if devices is None else propose_meshes(query, devices, goal)
     if as_json:

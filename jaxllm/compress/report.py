@@ -89,19 +89,19 @@ class StepEvaluator:
         self, step: str, state: ModelState | None, seconds: float | None, journal: TensorStore
     ) -> Row:
         data = "" if self.loader is None else self.loader.digest
-        kept = journal.child("row", data, str(self.speed))
-        if (found := kept.get_with_facts("numbers")) is not None:
+        stored_row = journal.child("row", data, str(self.speed))
+        if (found := stored_row.get_with_facts("numbers")) is not None:
             return msgspec.convert(found[1], Row)
         if state is None:  # measured on other data, and the model is no longer available
             return Row(step=step, seconds=seconds)
         row = self.measure(step, state, seconds)
-        kept.put("numbers", {}, msgspec.to_builtins(row))
+        stored_row.put("numbers", {}, msgspec.to_builtins(row))
         return row
 
     def _quality(self, state: ModelState, loader: Loader) -> dict[str, float]:
-        ours, theirs = self.original, state.model
-        check_pair(ours.model, theirs)
-        for model in (ours.model, theirs):
+        original, compressed = self.original, state.model
+        check_pair(original.model, compressed)
+        for model in (original.model, compressed):
             check_loader(model, loader)
 
         def run(model: Model, params: Params) -> Iterator[jax.Array]:
@@ -110,8 +110,8 @@ class StepEvaluator:
                 done()
 
         with steps_bar("measuring", 2 * len(loader), self.show_progress) as done:
-            models = run(ours.model, ours.params), run(theirs, state.params)
-            found = logits_divergence(ours.model, loader.batches(), *models)
+            models = run(original.model, original.params), run(compressed, state.params)
+            found = logits_divergence(original.model, loader.batches(), *models)
         perplexity = found.other.perplexity
         return {
             "perplexity": perplexity.mean,

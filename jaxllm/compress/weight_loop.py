@@ -90,13 +90,13 @@ def change_experts(
         weights = {name: jax.tree.map(itemgetter(expert), w) for name, w in stacks.items()}
         where = f"{layer.path}.{EXPERTS}.{expert}"
         for names in (STACK_NAMES[:2], STACK_NAMES[2:]):
-            mine = [name for name in names if name in chosen]
-            if not mine:
+            chosen_names = [name for name in names if name in chosen]
+            if not chosen_names:
                 continue
             before = () if names == STACK_NAMES[:2] else (weights["gate_proj"], weights["up_proj"])
             stats = tokens.stats(expert, *before)
-            change_weight = prepare(stats, f"{where}.{mine[0]}")
-            for name in mine:
+            change_weight = prepare(stats, f"{where}.{chosen_names[0]}")
+            for name in chosen_names:
                 weights[name] = change_weight(f"{where}.{name}.weight", weights[name])
                 changed[name].append(weights[name])
     if idle := [str(e) for e in range(config.num_experts) if not tokens.count_tokens(e)]:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxllm.cache.batch_ops import fork
-from jaxllm.cache.growth import commit
+from jaxllm.cache.commit import commit
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.generation.completion import Completion

@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm import ops
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
-from jaxllm.export.static_cache import StaticCache, assign_slots, empty_cache, fit_cache, make_past
+from jaxllm.export.static_cache import StaticCache, assign_slots, empty_cache, make_past, pad_cache
 from jaxllm.export.step import Mask, StepSignature, check_signature, run_step
 from jaxllm.models.inputs import as_vectors, check_model, check_shape
 from jaxllm.ops.padding import pad_rows
@@ -134,7 +134,7 @@ class FixedShapeRunner:
         config = self.model.config
         source = read_input(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
         nothing = empty_cache(config, self.model.precision.cache, source.batch, self.capacity)
-        past = nothing if past is None else fit_cache(past, nothing, self.padding)
+        past = nothing if past is None else pad_cache(past, nothing, self.padding)
         form = self.signature(embeddings=source.vector_BLD is not None)
         position_BL = _positions(past, source.mask_BL)
         length_B = position_BL.max(axis=1, initial=-1) + 1

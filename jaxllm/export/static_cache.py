@@ -37,7 +37,7 @@ def empty_cache(config: ModelConfig, dtype: Any, batch: int, capacity: int) -> S
     return StaticCache(zeros, zeros, np.full((batch, capacity), -1, np.int32))
 
 
-def fit_cache(past: StaticCache, template: StaticCache, padding: str) -> StaticCache:
+def pad_cache(past: StaticCache, template: StaticCache, padding: str) -> StaticCache:
     """Pad a past with empty slots on one side, to the number of slots of `template`.
 
     Raises CacheMismatchError for another model, batch size or dtype, CapacityError for more slots

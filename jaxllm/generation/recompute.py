@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.edit import find_slots, keep, patch, shift
-from jaxllm.cache.growth import commit
+from jaxllm.cache.commit import commit
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_no_memory, check_usable
+from jaxllm.cache.operations import find_slots, keep, patch, shift
 from jaxllm.errors import TokenError
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.validation import check_int, check_int_array

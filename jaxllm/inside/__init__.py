@@ -8,7 +8,6 @@ from jaxllm.inside.attribution import (
     attribute_logits,
     decompose_stream,
 )
-from jaxllm.inside.cache_edits import assign_edits
 from jaxllm.inside.lens import (
     Lens,
     fit_jacobian_lens,
@@ -38,7 +37,7 @@ from jaxllm.inside.steering import (
     steering_edits,
     write_directions,
 )
-from jaxllm.models.edits import (
+from jaxllm.models.interventions import (
     Add,
     Apply,
     Clamp,
@@ -47,7 +46,7 @@ from jaxllm.models.edits import (
     Scale,
     Set,
 )
-from jaxllm.models.site_inputs import site_names
+from jaxllm.models.site_inputs import assign_edits, site_names
 
 __all__ = [
     "Add",

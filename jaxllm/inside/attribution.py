@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.edits import Set
 from jaxllm.models.inputs import Array, check_inputs, check_model
+from jaxllm.models.interventions import Set
 from jaxllm.models.site_inputs import site_names
 from jaxllm.steps import forward
 from jaxllm.weights.model import Model

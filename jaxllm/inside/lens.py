@@ -24,8 +24,8 @@ from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.files import as_path
 from jaxllm.files.versions import LENS
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
-from jaxllm.models.edits import Add, Set
 from jaxllm.models.inputs import Array, check_inputs, check_model
+from jaxllm.models.interventions import Add, Set
 from jaxllm.ops.products import einsum
 from jaxllm.runtime.progress import status_bar, steps_bar
 from jaxllm.runtime.validation import check_int

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_no_memory, init_cache
+from jaxllm.cache.operations import rewind
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.models.edits import Add, Set
+from jaxllm.models.interventions import Add, Set
 from jaxllm.models.site_inputs import check_edits, find_sites
 from jaxllm.models.sites import SITES, WEIGHT_SITES, Edits, sites_to_record, split_name
 from jaxllm.ops.padding import next_power_of_two, pad_rows
@@ -139,15 +139,15 @@ def patch_paths(
             f"receivers must be a dict from site names to heads, got {receivers!r:.60}"
         )
     reads = {n: heads for key, heads in receivers.items() for n in find_sites(model.config, key)}
-    kept = [n for key in freeze for n in find_sites(model.config, f"blocks.*.{key}")]
-    sweep = _Sweep(model, params, ids, source_ids, metric, site, layers, kept)
+    frozen = [n for key in freeze for n in find_sites(model.config, f"blocks.*.{key}")]
+    sweep = _Sweep(model, params, ids, source_ids, metric, site, layers, frozen)
     if (kind := split_name(sweep.names[0])[1]) not in SENDERS:
         raise ConfigError(f"a sender must be one of {', '.join(SENDERS)}: got {kind}")
     if unfit := [n for n in reads if n == "logits" or split_name(n)[1] in WEIGHT_SITES]:
         raise ConfigError(f"{unfit[0]} cannot be a receiver")
 
     def run(suffix: "_Suffix", edits: Edited) -> _Run:
-        held: Edited = {name: [Set(suffix.cut(sweep.base_sites[name]))] for name in kept}
+        held: Edited = {name: [Set(suffix.cut(sweep.base_sites[name]))] for name in frozen}
         for name, edit in edits.items():
             held[name] = [*held.get(name, ()), edit]
         _, found = suffix.run(held, tuple(reads))
@@ -256,7 +256,7 @@ class _Sweep:
         metric: Metric,
         site: str,
         layers: Iterable[int] | None,
-        kept: Sequence[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
         self._model, self._params, self._metric = model, params, metric
         self.token_1T, source_1T = (np.asarray(x)[None] for x in (ids, source_ids))
@@ -271,7 +271,7 @@ class _Sweep:
             raise ConfigError(
                 f"cannot patch {site}. Name one site of a layer that has an array for each token"
             )
-        self.base, self.base_sites, self._cache = self._run(self.token_1T, (*self.names, *kept))
+        self.base, self.base_sites, self._cache = self._run(self.token_1T, (*self.names, *frozen))
         self.source, self.source_sites, _ = self._run(source_1T, self.names)
 
     def _run(
@@ -352,8 +352,8 @@ class _Sweep:
 
 def _as_positions(positions: Iterable[Any] | None, total: int) -> np.ndarray:
     """Return lists of positions, padded with -1, int32 `[P, n]`. Raises ConfigError."""
-    given = range(total) if positions is None else _as_list("positions", positions)
-    lists = [_as_list("positions", p) if isinstance(p, Iterable) else [p] for p in given]
+    chosen = range(total) if positions is None else _as_list("positions", positions)
+    lists = [_as_list("positions", p) if isinstance(p, Iterable) else [p] for p in chosen]
     for at in (at for places in lists for at in places):
         check_int("a position", at, 0, total - 1, ConfigError)
     return pad_rows(lists, fill=-1)

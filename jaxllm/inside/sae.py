@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import as_path, atomic_directory, path_inside, read_json, write_json
-from jaxllm.models.edits import Apply, Clamp, Edit
+from jaxllm.models.interventions import Apply, Clamp, Edit
 from jaxllm.ops.products import einsum
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, check_seed, is_number

@@ -23,8 +23,8 @@ from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError, TokenErr
 from jaxllm.files import as_path
 from jaxllm.files.versions import STEERING
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
-from jaxllm.models.edits import Add
 from jaxllm.models.inputs import check_model
+from jaxllm.models.interventions import Add
 from jaxllm.ops.pooling import pool
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, is_integer, is_number

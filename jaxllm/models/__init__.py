@@ -108,10 +108,10 @@ def run_layer(
     """
     c: ModelConfig = model.config
     block = get_family(c.model_type).block
-    made: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
+    module: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
     angles = rotary_angles(c, position_BT, length_B)
-    scope = AttentionContext(position_BT, angles=angles, read=read)
-    ran: Layer = made.apply({"params": params}, x_BTD, scope)
+    context = AttentionContext(position_BT, angles=angles, read=read)
+    ran: Layer = module.apply({"params": params}, x_BTD, context)
     return ran
 
 
@@ -128,8 +128,8 @@ def compute_logits(model: Model, head: Params, norm_BTD: jax.Array) -> jax.Array
     head: `head_params` of the model.
     """
     (module,) = head.values()
-    made: Any = Head(model.config, model.precision)
-    logits: jax.Array = made.apply({"params": head}, norm_BTD, module["weight"])
+    head_module: Any = Head(model.config, model.precision)
+    logits: jax.Array = head_module.apply({"params": head}, norm_BTD, module["weight"])
     return logits
 
 

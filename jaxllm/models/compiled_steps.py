@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxllm.cache.growth import apply_delta, to_cache_slots
+from jaxllm.cache.commit import apply_delta, to_cache_slots
 from jaxllm.cache.kv import Delta, KVCache, Segment, TreeDelta, constrain_cache
 from jaxllm.cache.tree import Branches, append_nodes, branches_of
 from jaxllm.errors import ConfigError
@@ -196,7 +196,7 @@ def run_forward(
 
 
 @partial(jax.jit, static_argnums=(0, 9, 10, 11))
-def grow_tree(
+def run_tree(
     model: Model,
     params: Params,
     segments: Segments,

@@ -39,7 +39,7 @@ from jaxllm.models.modules import (
     select_columns,
     unembed,
 )
-from jaxllm.models.sites import NO_EDITS, Edits, Visitor
+from jaxllm.models.sites import NO_EDITS, Edits, SiteRecorder
 from jaxllm.ops import compressive
 from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
@@ -155,7 +155,9 @@ class Attention(nn.Module):
     out_name: str = "o_proj"
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> AttentionOutput:
+    def __call__(
+        self, x: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv_bias, bias, _ = c.biases
@@ -171,18 +173,18 @@ class Attention(nn.Module):
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
         if c.qk_norm == "each head":
             q, k = self._norm_qk(q, k)
-        q, k, v = visit("attn.q", q), visit("attn.k", k), visit("attn.v", v)
-        kind, beside = c.long_attention(self.layer), None
+        q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
+        kind, memory_inputs = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
             gate_N = get_param(self, "memory_gate", c.num_attention_heads)
-            memory = scope.memory[self.layer] if scope.memory else None
-            beside = MemoryInputs(q, k, v, gate_N, memory)
+            memory = context.memory[self.layer] if context.memory else None
+            memory_inputs = MemoryInputs(q, k, v, gate_N, memory)
         if rope is not None:
-            angles = scope.angles[c.ropes.index(rope)]
+            angles = context.angles[c.ropes.index(rope)]
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
         return attend(
-            scope,
-            visit,
+            context,
+            site,
             self.layer,
             q,
             k,
@@ -193,7 +195,7 @@ class Attention(nn.Module):
             window=c.window(self.layer),
             cap=c.attention_cap,
             kind=kind,
-            memory_inputs=beside,
+            memory_inputs=memory_inputs,
             self_extend=rope if rope is not None and rope.is_self_extended else None,
         )
 
@@ -212,7 +214,7 @@ class MLP(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array, visit: Visitor) -> jax.Array:
+    def __call__(self, x: jax.Array, site: SiteRecorder) -> jax.Array:
         c, p = self.config, self.precision
         bias = c.biases[2]
         gate, up = project(
@@ -220,9 +222,9 @@ class MLP(nn.Module):
             Linear(c.intermediate_size, bias, p, name="gate_proj"),
             Linear(c.intermediate_size, bias, p, name="up_proj"),
         )
-        gate = visit("mlp.pre", gate)
-        hidden = visit("mlp.post", ops.ACTIVATIONS[c.hidden_act](gate) * up)
-        return visit("mlp.output", Linear(x.shape[-1], bias, p, name="down_proj")(hidden))
+        gate = site("mlp.pre", gate)
+        hidden = site("mlp.post", ops.ACTIVATIONS[c.hidden_act](gate) * up)
+        return site("mlp.output", Linear(x.shape[-1], bias, p, name="down_proj")(hidden))
 
 
 class Block(nn.Module):
@@ -233,22 +235,22 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
+    def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
         c, p = self.config, self.precision
         before, after, before_mlp, after_mlp = c.norms
-        visit = scope.visitor(self.layer)
-        x = visit("resid_pre", x)
-        normed = visit("attn_norm", scope.gather_tokens(self._norm(before, x)))
-        attended = Attention(c, p, self.layer, name="self_attn")(normed, scope, visit)
+        site = context.site_recorder(self.layer)
+        x = site("resid_pre", x)
+        normed = site("attn_norm", context.gather_tokens(self._norm(before, x)))
+        attended = Attention(c, p, self.layer, name="self_attn")(normed, context, site)
         y = self._scale_residual(self._norm(after, attended.x))
-        x = visit("resid_mid", x + visit("attn_out", y))
-        normed = visit("mlp_norm", scope.gather_tokens(self._norm(before_mlp, x)))
-        y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, scope, visit)))
-        x = visit("resid_post", x + visit("mlp_out", y))
-        return Layer(attended, x, visit.recorded)
+        x = site("resid_mid", x + site("attn_out", y))
+        normed = site("mlp_norm", context.gather_tokens(self._norm(before_mlp, x)))
+        y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, context, site)))
+        x = site("resid_post", x + site("mlp_out", y))
+        return Layer(attended, x, site.recorded)
 
-    def _mlp(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> jax.Array:
-        y: jax.Array = MLP(self.config, self.precision, name="mlp")(x, visit)
+    def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
+        y: jax.Array = MLP(self.config, self.precision, name="mlp")(x, site)
         return y
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
@@ -324,24 +326,24 @@ class Decoder(Model, nn.Module):
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
-        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, branches)
-        scope = AttentionContext(position_BT, segments, *told, edits, read, self.packed)
-        visit, scale = scope.visitor(None), c.embedding_scale
-        x = visit("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
+        args = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, branches)
+        context = AttentionContext(position_BT, segments, *args, edits, read, self.packed)
+        site, scale = context.site_recorder(None), c.embedding_scale
+        x = site("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
         places = self.embed_positions(position_BT)
-        embeddings = x = x if places is None else x + visit("pos_embed", places.astype(x.dtype))
+        embeddings = x = x if places is None else x + site("pos_embed", places.astype(x.dtype))
         blocks = [
             self.block(config=c, precision=p, layer=i, name=f"{self.layers}.{i}")
             for i in range(c.num_hidden_layers)
         ]
-        layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
-        norm = visit("final_norm", scope.gather_tokens(self.final_norm(x)))
+        layers, x = run_blocks(blocks, x, context, self.remat, self.runner)
+        norm = site("final_norm", context.gather_tokens(self.final_norm(x)))
         logits = unembed(c, p, table, select_columns(norm, column_B))
         at_BT = position_BT
         if column_B is not None:
             at_BT = jnp.take_along_axis(position_BT, column_B[:, None], axis=1)
-        logits = visit("logits", logits, at_BT)
-        return Trace(embeddings, layers, norm, logits, visit.recorded)
+        logits = site("logits", logits, at_BT)
+        return Trace(embeddings, layers, norm, logits, site.recorded)
 
     def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
         """Return the learned embeddings of positions, `[B, T, D]`; None: there are none."""

@@ -16,7 +16,7 @@ from jaxllm.models.decoder import Decoder
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import AttentionContext, AttentionOutput, Layer, attend
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, UngatedMLP
-from jaxllm.models.sites import Visitor
+from jaxllm.models.sites import SiteRecorder
 from jaxllm.weights.precision import Precision
 
 
@@ -59,17 +59,17 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
+    def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        visit = scope.visitor(self.layer)
-        x = visit("resid_pre", x)
-        normed = visit("attn_norm", scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_1")(x)))
-        attended = Attention(c, p, self.layer, name="attn")(normed, scope, visit)
-        x = visit("resid_mid", x + visit("attn_out", attended.x))
-        normed = visit("mlp_norm", scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x)))
-        y = UngatedMLP(c, p, ("c_fc", "c_proj"), name="mlp")(normed, visit)
-        x = visit("resid_post", x + visit("mlp_out", y))
-        return Layer(attended, x, visit.recorded)
+        site = context.site_recorder(self.layer)
+        x = site("resid_pre", x)
+        normed = site("attn_norm", context.gather_tokens(LayerNorm(c.norm_eps, name="ln_1")(x)))
+        attended = Attention(c, p, self.layer, name="attn")(normed, context, site)
+        x = site("resid_mid", x + site("attn_out", attended.x))
+        normed = site("mlp_norm", context.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x)))
+        y = UngatedMLP(c, p, ("c_fc", "c_proj"), name="mlp")(normed, site)
+        x = site("resid_post", x + site("mlp_out", y))
+        return Layer(attended, x, site.recorded)
 
 
 class Attention(nn.Module):
@@ -80,18 +80,20 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> AttentionOutput:
+    def __call__(
+        self, x: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, 3, c.num_attention_heads, c.head_dim), 2, 0)
-        q, k, v = visit("attn.q", q), visit("attn.k", k), visit("attn.v", v)
+        q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= self.layer + 1
         project_out = Linear(D, True, p, name="c_proj")
-        rules: Any = {"cache_dtype": p.cache, "scale": scale, "window": None}
-        return attend(scope, visit, self.layer, q, k, v, project_out, **rules)
+        cache_options: Any = {"cache_dtype": p.cache, "scale": scale, "window": None}
+        return attend(context, site, self.layer, q, k, v, project_out, **cache_options)
 
 
 class GPT2(Decoder):

@@ -39,20 +39,20 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
+    def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        visit = scope.visitor(self.layer)
-        x = visit("resid_pre", x)
-        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="input_layernorm")(x))
+        site = context.site_recorder(self.layer)
+        x = site("resid_pre", x)
+        normed = context.gather_tokens(LayerNorm(c.norm_eps, name="input_layernorm")(x))
         attention = Attention(c, p, self.layer, out_name="dense", name="attention")
-        attended = attention(visit("attn_norm", normed), scope, visit)
-        after = visit("resid_mid", x + visit("attn_out", attended.x))
+        attended = attention(site("attn_norm", normed), context, site)
+        after = site("resid_mid", x + site("attn_out", attended.x))
         read = x if c.use_parallel_residual else after
-        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="post_attention_layernorm")(read))
+        normed = context.gather_tokens(LayerNorm(c.norm_eps, name="post_attention_layernorm")(read))
         mlp = UngatedMLP(c, p, ("dense_h_to_4h", "dense_4h_to_h"), name="mlp")
-        y = mlp(visit("mlp_norm", normed), visit)
-        x = visit("resid_post", after + visit("mlp_out", y))
-        return Layer(attended, x, visit.recorded)
+        y = mlp(site("mlp_norm", normed), site)
+        x = site("resid_post", after + site("mlp_out", y))
+        return Layer(attended, x, site.recorded)
 
 
 class GPTNeoX(Decoder):

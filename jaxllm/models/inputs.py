@@ -100,11 +100,11 @@ def check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
     if cache.batch != batch:
         raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens have {batch}")
     if cache.config != config:
-        ours, theirs = config.to_dict(), cache.config.to_dict()
-        differ = [name for name in ours if ours[name] != theirs.get(name)]
+        own_config, cache_config = config.to_dict(), cache.config.to_dict()
+        differ = [name for name in own_config if own_config[name] != cache_config.get(name)]
         raise CacheMismatchError(
-            f"the cache belongs to another model: {differ[0]} is {theirs.get(differ[0])!r},"
-            f" expected {ours[differ[0]]!r}"
+            f"the cache belongs to another model: {differ[0]} is {cache_config.get(differ[0])!r},"
+            f" expected {own_config[differ[0]]!r}"
         )
 
 

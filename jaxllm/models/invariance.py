@@ -17,8 +17,8 @@ def make_invariant(model: Model) -> Model:
     """Return the model with `Precision.invariant`; a sharded one as it is."""
     if model.is_sharded or model.precision.invariant:
         return model
-    made: Model = model.clone(precision=dataclasses.replace(model.precision, invariant=True))
-    return made
+    clone: Model = model.clone(precision=dataclasses.replace(model.precision, invariant=True))
+    return clone
 
 
 def has_invariant_rows(model: Model, params: Params) -> bool:

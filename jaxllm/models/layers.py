@@ -17,7 +17,7 @@ from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.models.long import ATTENTION_KINDS
 from jaxllm.models.long.infini import MemoryInputs
-from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, Visitor, split_name
+from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, SiteRecorder, split_name
 from jaxllm.ops import flash
 from jaxllm.ops.documents import ATTENTION_NAME, attend_documents
 from jaxllm.ops.masked import (
@@ -105,9 +105,9 @@ class AttentionContext(NamedTuple):
     read: frozenset[str] = frozenset()
     packed: bool = False
 
-    def visitor(self, layer: int | None) -> Visitor:
-        """Return the visitor of a layer's sites; None: of the model's."""
-        return Visitor(layer, self.position_BT, self.edits, self.read)
+    def site_recorder(self, layer: int | None) -> SiteRecorder:
+        """Return the recorder of a layer's sites; None: of the model's."""
+        return SiteRecorder(layer, self.position_BT, self.edits, self.read)
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
@@ -195,8 +195,8 @@ class Trace(struct.PyTreeNode):
     @property
     def memory(self) -> tuple[Any, ...]:
         """The layers' memories; empty if none has one."""
-        kept = tuple(layer.attention.memory for layer in self.layers)
-        return kept if any(x is not None for x in kept) else ()
+        memories = tuple(layer.attention.memory for layer in self.layers)
+        return memories if any(x is not None for x in memories) else ()
 
     @property
     def attention_mass(self) -> tuple[jax.Array, ...] | None:
@@ -206,8 +206,8 @@ class Trace(struct.PyTreeNode):
 
 
 def attend(
-    scope: AttentionContext,
-    visit: Visitor,
+    context: AttentionContext,
+    site: SiteRecorder,
     layer: int,
     q: jax.Array,
     k: jax.Array,
@@ -239,61 +239,67 @@ def attend(
         ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
             devices with a mask or attention mass.
     """
-    q, k = visit("attn.rot_q", q), visit("attn.rot_k", k)
-    parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
+    q, k = site("attn.rot_q", q), site("attn.rot_k", k)
+    parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in context.segments]
     # Round new keys and values as the cache will, so that a token attends to the same numbers
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
-    new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
-    tree = scope.branches
+    new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), context.position_BT)
+    tree = context.branches
     if tree is None:
         parts.append(new)
     else:
         path = (tree.gather(new.k_BSKH, layer, "k"), tree.gather(new.v_BSKH, layer, "v"))
         parts.append(ops.Part(*path, tree.position_RP))
-    special = (scope.hooks.attend, kind, self_extend, scope.document_BT, scope.mask_BTS)
-    if visit.touches(*WEIGHT_SITES) or any(x is not None for x in special):
-        parts = list(ops.take_rows(parts, scope.row_B))
-        scope = scope._replace(row_B=None)
+    special = (context.hooks.attend, kind, self_extend, context.document_BT, context.mask_BTS)
+    if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
+        parts = list(ops.take_rows(parts, context.row_B))
+        context = context._replace(row_B=None)
     mass, memory = None, None
-    rules: Any = {"scale": scale, "cap": cap}
-    if scope.hooks.attend is not None:
-        if scope.mask_BTS is not None or scope.mass or visit.touches(*WEIGHT_SITES):
+    options: Any = {"scale": scale, "cap": cap}
+    if context.hooks.attend is not None:
+        if context.mask_BTS is not None or context.mass or site.touches(*WEIGHT_SITES):
             raise ConfigError(
                 "a text that is sharded over devices (sequence=) supports neither masks nor"
                 " attention mass, scores or weights. Use a mesh without sequence"
             )
-        at, documents = scope.position_BT, scope.document_BT
-        out, new = scope.hooks.attend(q, at, parts, documents, window=window, **rules)
+        at, documents = context.position_BT, context.document_BT
+        out, new = context.hooks.attend(q, at, parts, documents, window=window, **options)
     elif kind is not None:
         attend_long = ATTENTION_KINDS[kind.kind]
-        out, mass, memory = attend_long(kind, scope, visit, q, parts, memory_inputs, **rules)
+        out, mass, memory = attend_long(kind, context, site, q, parts, memory_inputs, **options)
     elif self_extend is not None:
-        if scope.mask_BTS is not None or scope.document_BT is not None:
+        if context.mask_BTS is not None or context.document_BT is not None:
             raise ConfigError(
                 "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
                 " exported graphs. Use the model without it"
             )
-        if visit.touches(*WEIGHT_SITES):
+        if site.touches(*WEIGHT_SITES):
             raise ConfigError(
                 "Self-Extend does not support attention_weights, attn.scores or attn.pattern."
                 " Use attention_mass"
             )
         out, mass = attend_self_extend(
-            q, scope.position_BT, parts, rope=self_extend, window=window, mass=scope.mass, **rules
+            q,
+            context.position_BT,
+            parts,
+            rope=self_extend,
+            window=window,
+            mass=context.mass,
+            **options,
         )
     else:
-        out, mass = _attend_dense(scope, visit, q, parts, window=window, **rules)
-    out = visit("attn.z", out)
-    if visit.reads("attn.result"):
-        visit("attn.result", _head_outputs(out, project_out))
-    x = visit("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
+        out, mass = _attend_dense(context, site, q, parts, window=window, **options)
+    out = site("attn.z", out)
+    if site.reads("attn.result"):
+        site("attn.result", _head_outputs(out, project_out))
+    x = site("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
     return AttentionOutput(new.k_BSKH, new.v_BSKH, x, mass, memory)
 
 
 def _attend_dense(
-    scope: AttentionContext,
-    visit: Visitor,
+    context: AttentionContext,
+    site: SiteRecorder,
     q: jax.Array,
     parts: list[ops.Part],
     *,
@@ -306,26 +312,30 @@ def _attend_dense(
     Scores and weights exist only if they are read or edited. Reading them leaves the heads as they
     are; if they are edited, the heads are computed from them.
     """
-    at, mask_BTS = scope.position_BT, scope.mask_BTS
-    rules: Any = {"scale": scale, "window": window, "cap": cap}
-    plain = not visit.touches(*WEIGHT_SITES) and mask_BTS is None and not scope.mass
-    if scope.document_BT is not None and len(parts) == 1 and plain and is_accelerator():
+    at, mask_BTS = context.position_BT, context.mask_BTS
+    options: Any = {"scale": scale, "window": window, "cap": cap}
+    plain = not site.touches(*WEIGHT_SITES) and mask_BTS is None and not context.mass
+    if context.document_BT is not None and len(parts) == 1 and plain and is_accelerator():
         k, v = ops.dequantize(parts[0].k_BSKH), ops.dequantize(parts[0].v_BSKH)
-        return attend_documents(q, at, k, v, scope.document_BT, **rules, packed=scope.packed), None
-    if scope.document_BT is not None:
-        mask_BTS = document_mask(at, parts, scope.document_BT, window=window)
+        return attend_documents(
+            q, at, k, v, context.document_BT, **options, packed=context.packed
+        ), None
+    if context.document_BT is not None:
+        mask_BTS = document_mask(at, parts, context.document_BT, window=window)
     weight_BNTS = None
-    if visit.touches(*WEIGHT_SITES):
+    if site.touches(*WEIGHT_SITES):
         score_BNTS = attention_scores(q, at, parts, mask_BTS, scale=scale, window=window, cap=cap)
-        weight_BNTS = softmax_weights(visit("attn.scores", score_BNTS))
-        weight_BNTS = visit("attn.pattern", weight_BNTS)
-    if weight_BNTS is not None and visit.edits(*WEIGHT_SITES):
-        mass = weight_BNTS.sum(axis=(1, 2)) if scope.mass else None
+        weight_BNTS = softmax_weights(site("attn.scores", score_BNTS))
+        weight_BNTS = site("attn.pattern", weight_BNTS)
+    if weight_BNTS is not None and site.edits(*WEIGHT_SITES):
+        mass = weight_BNTS.sum(axis=(1, 2)) if context.mass else None
         return weigh_values(weight_BNTS, parts, q.dtype), mass
     if mask_BTS is not None:
         return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
-    packed = scope.packed and scope.branches is None
-    return ops.attend(q, at, parts, **rules, mass=scope.mass, row_B=scope.row_B, packed=packed)
+    packed = context.packed and context.branches is None
+    return ops.attend(
+        q, at, parts, **options, mass=context.mass, row_B=context.row_B, packed=packed
+    )
 
 
 def _head_outputs(
@@ -347,14 +357,14 @@ class LayerRunner(Protocol):
     """Runs the layers in another way, e.g. pipelined; a frozen dataclass, since models store it."""
 
     def __call__(
-        self, blocks: Sequence[nn.Module], x: jax.Array, scope: AttentionContext, remat: bool
+        self, blocks: Sequence[nn.Module], x: jax.Array, context: AttentionContext, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]: ...
 
 
 def run_blocks(
     blocks: Sequence[nn.Module],
     x: jax.Array,
-    scope: AttentionContext,
+    context: AttentionContext,
     remat: bool,
     runner: LayerRunner | None = None,
 ) -> tuple[tuple[Layer, ...], jax.Array]:
@@ -364,38 +374,38 @@ def run_blocks(
     an accelerator, which keeps its small results.
     """
     if runner is not None:
-        return runner(blocks, x, scope, remat)
-    shared = None if remat or not _can_share(blocks, scope) else _share_traces(scope)
+        return runner(blocks, x, context, remat)
+    shared = None if remat or not _can_share(blocks, context) else _share_traces(context)
     layers = list[Layer]()
     for block in blocks:
         if remat:
-            layers.append(_run_remat(block, x, scope))
+            layers.append(_run_remat(block, x, context))
         elif shared is not None:
             run, arguments = shared
             layers.append(run(*arguments(block), x))
         else:
-            layers.append(block(x, scope))
+            layers.append(block(x, context))
         x = layers[-1].x
     return tuple(layers), x
 
 
-def _can_share(blocks: Sequence[Any], scope: AttentionContext) -> bool:
+def _can_share(blocks: Sequence[Any], context: AttentionContext) -> bool:
     """Return whether layers of one `ModelConfig.layer_signature` differ in nothing but arrays.
 
     Trees and invariant models promise the bits of other programs, so they are not shared.
     """
     precision = blocks[0].precision
     return (
-        bool(scope.segments)
-        and not scope.edits.edits
-        and scope.branches is None
-        and scope.hooks == NO_PARALLEL
+        bool(context.segments)
+        and not context.edits.edits
+        and context.branches is None
+        and context.hooks == NO_PARALLEL
         and not precision.overrides
         and not precision.invariant
     )
 
 
-def _share_traces(whole: AttentionContext) -> tuple[Callable[..., Layer], Callable[[Any], Any]]:
+def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callable[[Any], Any]]:
     """Return a function that runs a layer, tracing only the first of each kind, and its arguments.
 
     Tracing 22 layers one by one took half of the time that a new program takes. XLA inlines the
@@ -407,10 +417,10 @@ def _share_traces(whole: AttentionContext) -> tuple[Callable[..., Layer], Callab
         before = (None,) * first.layer
         segments = tuple(
             s.replace(k=(*before, k), v=(*before, v))
-            for s, (k, v) in zip(whole.segments, entries, strict=True)
+            for s, (k, v) in zip(full.segments, entries, strict=True)
         )
-        scope = whole._replace(segments=segments, memory=memory and (*before, memory[0]))
-        layer: Layer = first.apply({"params": params}, x, scope)
+        context = full._replace(segments=segments, memory=memory and (*before, memory[0]))
+        layer: Layer = first.apply({"params": params}, x, context)
         return layer
 
     firsts: dict[Any, Any] = {}
@@ -419,15 +429,15 @@ def _share_traces(whole: AttentionContext) -> tuple[Callable[..., Layer], Callab
         first = firsts.setdefault(
             block.config.layer_signature(block.layer), block.clone(parent=None, name=None)
         )
-        entries = [(s.k[block.layer], s.v[block.layer]) for s in whole.segments]
-        memory = whole.memory and (whole.memory[block.layer],)
+        entries = [(s.k[block.layer], s.v[block.layer]) for s in full.segments]
+        memory = full.memory and (full.memory[block.layer],)
         return first, block.variables["params"], entries, memory
 
     return run, arguments
 
 
-def _run_remat(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:
-    again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True, policy=_is_attention)
+def _run_remat(block: nn.Module, x: jax.Array, context: AttentionContext) -> Layer:
+    again = nn.remat(lambda module, x: module(x, context), prevent_cse=True, policy=_is_attention)
     layer: Layer = again(block, x)
     return layer
 

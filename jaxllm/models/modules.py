@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.models.sites import Visitor
+from jaxllm.models.sites import SiteRecorder
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
@@ -71,11 +71,11 @@ class UngatedMLP(nn.Module):
     names: tuple[str, str]  # of the linears
 
     @nn.compact
-    def __call__(self, x: jax.Array, visit: Visitor) -> jax.Array:
+    def __call__(self, x: jax.Array, site: SiteRecorder) -> jax.Array:
         c, p, (first, second) = self.config, self.precision, self.names
-        before = visit("mlp.pre", Linear(c.intermediate_size, True, p, name=first)(x))
-        hidden = visit("mlp.post", ops.ACTIVATIONS[c.hidden_act](before))
-        return visit("mlp.output", Linear(x.shape[-1], True, p, name=second)(hidden))
+        before = site("mlp.pre", Linear(c.intermediate_size, True, p, name=first)(x))
+        hidden = site("mlp.post", ops.ACTIVATIONS[c.hidden_act](before))
+        return site("mlp.output", Linear(x.shape[-1], True, p, name=second)(hidden))
 
 
 class Embedding(nn.Module):

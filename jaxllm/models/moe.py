@@ -21,7 +21,7 @@ from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param
-from jaxllm.models.sites import Visitor
+from jaxllm.models.sites import SiteRecorder
 from jaxllm.ops.row_sums import row_sum, softmax
 from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.formats import as_weight
@@ -140,8 +140,8 @@ class Experts(nn.Module):
         int8_inputs = self.precision.int8_inputs
 
         def run(x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
-            both = expert_linears(x_AD, inputs, expert_A, int8_inputs=int8_inputs)
-            gate_AF, up_AF = (y.astype(x_AD.dtype) for y in both)
+            gate_and_up = expert_linears(x_AD, inputs, expert_A, int8_inputs=int8_inputs)
+            gate_AF, up_AF = (y.astype(x_AD.dtype) for y in gate_and_up)
             hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
             return expert_linears(hidden_AF, (output,), expert_A, int8_inputs=int8_inputs)[0]
 
@@ -163,20 +163,20 @@ class MoE(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array, position_BT: jax.Array, visit: Visitor) -> jax.Array:
+    def __call__(self, x: jax.Array, position_BT: jax.Array, site: SiteRecorder) -> jax.Array:
         """Return the weighted sum of expert outputs. Padding (position -1) uses no expert."""
         c, p = self.config, self.precision
         B, T, D = x.shape
         k, x_TD = c.num_experts_per_tok, x.reshape(-1, D)
         score_TE = Linear(c.num_experts, False, p, out_dtype="float32", name="gate")(x_TD)
-        score_TE = visit("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
+        score_TE = site("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
         weight_Tk, expert_Tk = route(score_TE, k, c.normalize_topk)
         expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
         if c.capacity_factor is not None:
             expert_Tk = apply_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
         # After a reduce-scatter, a device has only its own tokens.
-        return visit("mlp.output", y_TD.astype(x.dtype).reshape(B, -1, D))
+        return site("mlp.output", y_TD.astype(x.dtype).reshape(B, -1, D))
 
 
 class Block(decoder.Block):
@@ -184,10 +184,10 @@ class Block(decoder.Block):
 
     config: MoEConfig
 
-    def _mlp(self, x: jax.Array, scope: AttentionContext, visit: Visitor) -> jax.Array:
+    def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
         if not self.config.is_moe_layer(self.layer):
-            return super()._mlp(x, scope, visit)
-        y: jax.Array = MoE(self.config, self.precision, name="mlp")(x, scope.position_BT, visit)
+            return super()._mlp(x, context, site)
+        y: jax.Array = MoE(self.config, self.precision, name="mlp")(x, context.position_BT, site)
         return y
 
 

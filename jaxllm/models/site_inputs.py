@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, merge_labels
+from jaxllm.cache.kv import KVCache, check_usable, merge_labels
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.models import get_family
-from jaxllm.models.edits import as_edits
 from jaxllm.models.inputs import array_namespace
+from jaxllm.models.interventions import as_edits
 from jaxllm.models.sites import (
     LAYER_SITES,
     MODEL_SITES,
@@ -56,11 +56,11 @@ def find_sites(config: ModelConfig, pattern: Any) -> tuple[str, ...]:
     """
     if not isinstance(pattern, str):
         raise ConfigError(f"a site is a name such as blocks.0.resid_post, got {pattern!r:.60}")
-    ours, names = expand_alias(pattern), site_names(config)
-    if found := tuple(fnmatch.filter(names, ours)):
+    name_pattern, names = expand_alias(pattern), site_names(config)
+    if found := tuple(fnmatch.filter(names, name_pattern)):
         return found
-    block, _, site = ours.removeprefix("blocks.").partition(".")
-    if ours.startswith("blocks.") and site in LAYER_SITES:
+    block, _, site = name_pattern.removeprefix("blocks.").partition(".")
+    if name_pattern.startswith("blocks.") and site in LAYER_SITES:
         if block.isdigit() and int(block) >= config.num_hidden_layers:
             raise ConfigError(
                 f"site {pattern}: layer {block} is out of range, expected 0 to"
@@ -69,9 +69,9 @@ def find_sites(config: ModelConfig, pattern: Any) -> tuple[str, ...]:
         raise ConfigError(
             f"site {pattern}: this {config.model_type} model computes no {site} there"
         )
-    if ours in MODEL_SITES:
-        raise ConfigError(f"site {pattern}: a {config.model_type} model computes no {ours}")
-    raise ConfigError(f"unknown site {pattern!r:.80}{suggest_name(ours, names)}")
+    if name_pattern in MODEL_SITES:
+        raise ConfigError(f"site {pattern}: a {config.model_type} model computes no {name_pattern}")
+    raise ConfigError(f"unknown site {pattern!r:.80}{suggest_name(name_pattern, names)}")
 
 
 def check_read(
@@ -109,7 +109,7 @@ def check_edits(model: Model, edits: Any, rows: int, tokens: int, slots: int | N
     if not isinstance(edits, Mapping):
         raise ConfigError(f"edits must be a dict from site names to edits, got {edits!r:.60}")
     sites, fitted = list[tuple[str, ...]](), list[Any]()
-    for pattern, given in edits.items():
+    for pattern, edit_list in edits.items():
         groups = dict[str, list[str]]()  # by axes
         for name in find_sites(model.config, pattern):
             site = SITES[split_name(name)[1]]
@@ -118,7 +118,7 @@ def check_edits(model: Model, edits: Any, rows: int, tokens: int, slots: int | N
                 raise ConfigError(
                     f"site {name} is computed for reading only. Edit attn.z or attn_out instead"
                 )
-        for edit in as_edits(given):
+        for edit in as_edits(edit_list):
             for axes, names in groups.items():
                 shape = _site_shape(model.config, axes, B=rows, T=tokens, S=slots or 1)
                 try:
@@ -220,3 +220,15 @@ def label_cache(cache: KVCache, edits: Edits) -> KVCache:
     its keys were computed under others.
     """
     return cache.replace(edits_B=merge_labels(cache.edits_B, fingerprint(edits, cache.batch)))
+
+
+def assign_edits(model: Model, cache: KVCache, edits: Any = None) -> KVCache:
+    """Return the cache declared to be of these edits; None: of none.
+
+    For a cache whose edited tokens were culled, or one whose keys do not depend on the edits that
+    follow. No key changes. Raises ConfigError as `forward` does.
+    """
+    check_usable(cache)
+    checked = check_edits(model, edits, cache.batch, 1, None)
+    labelled: KVCache = cache.replace(edits_B=fingerprint(checked, cache.batch))
+    return labelled

@@ -1,7 +1,7 @@
 """Sites: the named places of a model whose arrays can be read and edited.
 
 A site of a layer is named `blocks.L.SITE`, such as `blocks.3.attn.pattern`. A block makes one
-`Visitor`, calls it at each of its sites, and returns what it recorded: there is no state outside of
+`SiteRecorder`, calls it at each of its sites, and returns its record: there is no state outside of
 the block, so remat, scan and pipelines run it as they do any function.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 from flax import struct
 
-from jaxllm.models.edits import Edit
+from jaxllm.models.interventions import Edit
 
 
 class Site(NamedTuple):
@@ -85,7 +85,7 @@ class Edits(struct.PyTreeNode):
 NO_EDITS = Edits()
 
 
-class Visitor:
+class SiteRecorder:
     """Visits the sites of one layer, or of the model itself: applies edits, and records.
 
     Attributes:
@@ -139,7 +139,7 @@ def sites_to_record(names: Iterable[str]) -> frozenset[str]:
 
 def expand_alias(pattern: str) -> str:
     """Replace TransformerLens' name at the end of a pattern by ours."""
-    for ours, site in SITES.items():
+    for site_name, site in SITES.items():
         if site.alias is not None and f".{pattern}".endswith(f".{site.alias}"):
-            return pattern.removesuffix(site.alias) + ours
+            return pattern.removesuffix(site.alias) + site_name
     return pattern

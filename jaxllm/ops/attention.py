@@ -48,12 +48,12 @@ class Queries(NamedTuple):
 
     @classmethod
     def from_heads(
-        cls, q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], **rules: Any
+        cls, q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], **score_options: Any
     ) -> "Queries":
         """Group the queries of all heads by the key heads of `parts`. rules: scale, window, cap."""
         B, T, N, H = q_BTNH.shape
         K = parts[0].k_BSKH.shape[2]
-        return cls(q_BTNH.reshape(B, T, K, N // K, H), position_BT, **rules)
+        return cls(q_BTNH.reshape(B, T, K, N // K, H), position_BT, **score_options)
 
 
 class Softmax(NamedTuple):
@@ -102,8 +102,8 @@ def attend(
         The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
         received, summed over heads and queries, float32 `[B, S]`; None unless requested.
     """
-    alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
-    if not mass and alike and native.is_enabled() and not is_accelerator():
+    same_dtype = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
+    if not mass and same_dtype and native.is_enabled() and not is_accelerator():
         arrays = (q_BTNH, position_BT, tuple(parts), row_B)
         return _attend_native_jit(*arrays, scale, window, cap), None
     if packed and not mass and window is None and cap is None:
@@ -219,8 +219,8 @@ def _attend_native(
             else:
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
-        rules: Any = {"scale": scale, "window": window, "cap": cap, "cached": len(parts) - 1}
-        out = native.attend(q, position_BT, pieces, row_B=row_B, **rules)
+        options: Any = {"scale": scale, "window": window, "cap": cap, "cached": len(parts) - 1}
+        out = native.attend(q, position_BT, pieces, row_B=row_B, **options)
         # A kernel's outputs carry no varying axes.
         return match_varying(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
@@ -297,13 +297,13 @@ def _visit_blocks(
     if not skips:
         B, T, K, G, _ = queries.q_BTKGH.shape
         size = max(BLOCK, MAX_SCORES // (B * T * K * G) // BLOCK * BLOCK)
-    whole = slots // size if slots >= 2 * size else 0
+    full_blocks = slots // size if slots >= 2 * size else 0
     outputs: list[Any] = []
 
     def visible_slots(block: Part) -> jax.Array:
         return visible(queries.position_BT, block.position_BS, window=queries.window)
 
-    if whole:
+    if full_blocks:
 
         def step(state: Softmax, i: jax.Array) -> tuple[Softmax, Any]:
             block = _slice_part(part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size, 1))
@@ -317,10 +317,10 @@ def _visit_blocks(
                 state,
             )
 
-        state, each = jax.lax.scan(step, state, jnp.arange(whole))
+        state, each = jax.lax.scan(step, state, jnp.arange(full_blocks))
         if each is not None:
-            outputs.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * size))
-        part = _slice_part(part, lambda x: x[:, whole * size :])
+            outputs.append(jnp.moveaxis(each, 0, 1).reshape(-1, full_blocks * size))
+        part = _slice_part(part, lambda x: x[:, full_blocks * size :])
     if part.position_BS.shape[1]:
         state, last = visit(state, queries, part, visible_slots(part))
         if last is not None:

@@ -366,12 +366,12 @@ def _code_versions() -> str:
     root = Path(__file__).parents[1]
     files = [*sorted(root.rglob("*.py")), Path(native.PATHS)]
     files += [Path(library)] if (library := native.library_path()) else []
-    ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
-    told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
+    stamps = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    settings = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
     versions = sys.version, jax.__version__, jax.lib.__version__, version("flax")
     told_by = os.environ.get("XLA_FLAGS", "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return repr((ours, versions, told, threads, told_by))
+    return repr((stamps, versions, settings, threads, told_by))
 
 
 def _load_program(file: Path) -> Any:
@@ -420,8 +420,8 @@ def _save_payload(file: Path, payload: bytes) -> None:
     try:
         with atomic_file(file) as out:
             out.write(_first_line(payload) + b"\n" + payload)
-        ours = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
-        programs = sorted(ours, key=lambda f: f.stat().st_mtime)
+        cached = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
+        programs = sorted(cached, key=lambda f: f.stat().st_mtime)
         total = sum(f.stat().st_size for f in programs)
         while total > MAX_BYTES and len(programs) > 1:
             total -= programs[0].stat().st_size

@@ -8,7 +8,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig
 from jaxllm.plan.estimate import Plan, PlanQuery, plan
 from jaxllm.sharding.mesh_spec import MeshSpec
-from jaxllm.sharding.partition_rules import fit_mesh
+from jaxllm.sharding.partition_rules import resolve_mesh
 
 # Optimization goals, and the function to minimize for each.
 GOALS: dict[str, Callable[[Plan], float]] = {
@@ -44,7 +44,7 @@ def candidate_meshes(query: PlanQuery, devices: int) -> Iterator[MeshSpec]:
                 use_ulysses=exchange,
             )
             try:
-                yield fit_mesh(axes, config)
+                yield resolve_mesh(axes, config)
             except ConfigError:
                 continue
 

@@ -17,12 +17,13 @@ rules, derived from each family's metadata, and the configuration that one devic
 shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
 `PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
 shard_list: parameters that are stored as a list of shards. tensor_parallel, expert_parallel:
-weights with products that communicate. gather_params: gathers parameters, to write them. adapters:
+weights with products that communicate. adapters:
 places new adapters for training. model_sharding: what a sharded model is made of. local_params: the
 parameters as one device uses them. call: how a call is sharded over rows, layers and tokens, and
-the call itself. sharded_model: the model, and what loading and training ask of any model about its
-mesh. collective_stats: statistics of the collectives in a compiled program. context_parallel/:
-sharding by tokens, attention above all. pipeline/: layers in stages.
+the call itself. sharded_model: the model, its parameters gathered, and what loading and
+training ask of any model about its mesh. collective_stats: statistics of the collectives in a
+compiled program. context_parallel/: sharding by tokens, attention above all. pipeline/:
+layers in stages.
 
 To add an axis, add its name to `mesh_spec.AXES` and a field to `MeshSpec` (the last axes get the
 nearest devices), then rows of `partition_rules` or `partition_specs` for what it shards.
@@ -69,8 +70,8 @@ def build_model(
                 "mesh is missing: several processes run one model on a mesh of all"
                 f" {jax.device_count()} devices. Set --mesh (mesh=)"
             )
-        for name, asked in (("exact", exact), ("fsdp", fsdp)):
-            if asked:
+        for name, requested in (("exact", exact), ("fsdp", fsdp)):
+            if requested:
                 raise ConfigError(f"{name} requires a mesh. Set mesh=, or drop {name}")
         check_place(place)
         return models.build(config, precision), None if place is None else ParamPlacer(place)

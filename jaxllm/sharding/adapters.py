@@ -61,8 +61,8 @@ def attach_adapter(model: Model, params: Params, wrap: WrapLeaf) -> Params:
         ]
         arrays = zip(*map(jax.tree.leaves, placed), strict=True)
         stacks = [stack_leaves("/".join(names), some, build_mesh(model.axes)) for some in arrays]
-        made: Any = jax.tree.unflatten(jax.tree.structure(placed[0]), stacks)
-        return made.replace(weight=weight)
+        adapter: Any = jax.tree.unflatten(jax.tree.structure(placed[0]), stacks)
+        return adapter.replace(weight=weight)
 
     return map_leaves(attach_leaf, params)
 

@@ -104,14 +104,14 @@ class CallSharding:
             jax.tree.map(self._replicate, dict(row_inputs))
         )
         positions = [segment.position_BS for segment in cached["segments"]]
-        whole = [partition_specs.slot_axis(self.axes, x.shape[1]) is None for x in positions]
+        replicated = [partition_specs.slot_axis(self.axes, x.shape[1]) is None for x in positions]
         past = jnp.any(jnp.array([(x >= 0).any() for x in positions]))
 
         def run(params: Params, row_inputs: Any, cached: Any, past: Any) -> Trace:
             run_local = partial(apply, {"params": local(params)}, **cached)
             if self.token_slice is not None:
                 run_local = partial(sequence_parallel.run, run_local, self.token_slice)
-            trace = self.context_parallel.run(run_local, row_inputs, whole, past)
+            trace = self.context_parallel.run(run_local, row_inputs, replicated, past)
             return _sum_mass(trace) if self.mass else trace
 
         row_specs = {

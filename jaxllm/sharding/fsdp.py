@@ -160,19 +160,20 @@ def wrap_fsdp(leaf: Any, specs: Any, axes: MeshSpec) -> Any:
         specs: as `add_data_axis` returns them.
     """
     if _is_nested(leaf):
-        mine = jax.tree.map(
+        shard = jax.tree.map(
             _local_shard,
             leaf.replace(weight=None),
             is_leaf=lambda x: isinstance(x, ShardList),
         )
-        return mine.replace(weight=wrap_fsdp(leaf.weight, specs.weight, axes))
+        return shard.replace(weight=wrap_fsdp(leaf.weight, specs.weight, axes))
     before = 1 if isinstance(leaf, ShardList) else 0
-    mine = _local_shard(leaf)
+    shard = _local_shard(leaf)
     cut = tuple(
         next((at - before for at, entry in enumerate(spec) if DATA in _entry_axes(entry)), None)
         for spec in jax.tree.leaves(specs)
     )
-    return mine if not any(at is not None for at in cut) else FsdpShard(mine, DATA, axes.data, cut)
+    is_cut = any(at is not None for at in cut)
+    return FsdpShard(shard, DATA, axes.data, cut) if is_cut else shard
 
 
 def _is_nested(leaf: Any) -> bool:

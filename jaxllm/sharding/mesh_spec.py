@@ -37,7 +37,7 @@ class MeshSpec:
     expert: int = 1
     tensor: int = 1
     # With fewer key/value heads than devices on `tensor`, each head is replicated on this number of
-    # them, which split its query heads (`partition_rules.fit_mesh`); users name the product of
+    # them, which split its query heads (`partition_rules.resolve_mesh`); users name the product of
     # both.
     kv_replicas: int = 1
     # Attention over `sequence` is Ulysses', which exchanges tokens for heads and shards caches by
@@ -65,11 +65,11 @@ class MeshSpec:
         return math.prod(getattr(self, name) for name in names)
 
     def __str__(self) -> str:
-        asked = {name: getattr(self, name) for name in AXES} | {
+        sizes = {name: getattr(self, name) for name in AXES} | {
             "tensor": self.tensor * self.kv_replicas
         }
         said = (
-            f"{name}={size}{self._mode_suffix(name)}" for name, size in asked.items() if size > 1
+            f"{name}={size}{self._mode_suffix(name)}" for name, size in sizes.items() if size > 1
         )
         return ",".join(said) or "tensor=1"
 
@@ -117,14 +117,14 @@ def check_devices(axes: MeshSpec) -> None:
     With several processes the mesh must use all devices, or a process would hold no part of the
     model.
     """
-    there, platform, processes = jax.device_count(), jax.default_backend(), jax.process_count()
-    if processes > 1 and axes.num_devices != there:
+    devices, platform, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes > 1 and axes.num_devices != devices:
         raise ConfigError(
             f"mesh {axes} has {axes.num_devices} devices, but the {processes} processes have"
-            f" {there}: a"
+            f" {devices}: a"
             " mesh of several processes must use all devices"
         )
-    if axes.num_devices <= there:
+    if axes.num_devices <= devices:
         return
     more = (
         f". To simulate {axes.num_devices} devices on one CPU, set"
@@ -133,7 +133,7 @@ def check_devices(axes: MeshSpec) -> None:
         if platform == "cpu"
         else ""
     )
-    named = f"{there} {platform} device{'s are' if there > 1 else ' is'} available"
+    named = f"{devices} {platform} device{'s are' if devices > 1 else ' is'} available"
     raise ConfigError(f"mesh {axes} needs {axes.num_devices} devices, {named}{more}")
 
 

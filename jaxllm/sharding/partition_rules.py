@@ -121,7 +121,7 @@ def find_rule(config: ModelConfig, exact: bool, path: str) -> PartitionRule:
     return found
 
 
-def fit_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
+def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
     """Set `kv_replicas` as the model's key/value heads need it.
 
     Raises:

@@ -173,19 +173,19 @@ def trace_specs(
         read: the sites that are read.
     """
     stream, each = P(rows, split), P(rows, split, STAGE_AXES)
-    kept = P(rows, None if axes.use_ulysses else split, cache_head_axes(axes))
+    entries = P(rows, None if axes.use_ulysses else split, cache_head_axes(axes))
     memory, found = memory_specs(config, rows), list[Any]()
     for number in layers:
-        attended: list[Any] = [kept, kept, each, P(rows, STAGE_AXES), memory[number]]
+        attended: list[Any] = [entries, entries, each, P(rows, STAGE_AXES), memory[number]]
         sites = {
             x: site_spec(x, rows, split) for x in read.intersection(layer_sites(config, number))
         }
         x: Any = each
         found.append(Layer(AttentionOutput(*attended), x, sites))
     logits: Any = P(rows, None if single_column else split, vocab_axes or None)
-    whole: Any = stream
-    own: Any = {site: whole for site in read.intersection(MODEL_SITES)}
-    return Trace(embeddings=whole, layers=tuple(found), norm=whole, logits=logits, sites=own)
+    spec: Any = stream
+    own: Any = {site: spec for site in read.intersection(MODEL_SITES)}
+    return Trace(embeddings=spec, layers=tuple(found), norm=spec, logits=logits, sites=own)
 
 
 def site_spec(site: str, rows: RowAxes, split: str | None) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxllm.weights.types.arrays import as_weight
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.bf16_12bit import PackedBf16
+from jaxllm.weights.types.packed_bf16 import PackedBf16Weight
 
 
 class ShardList(WeightBase, struct.PyTreeNode):
@@ -58,8 +58,8 @@ class ShardList(WeightBase, struct.PyTreeNode):
         shards = [as_weight(self.get_shard(i)).to_dense(dtype) for i in range(self.num_shards)]
         axis = -1 if self.axis or shards[0].ndim == 1 else -2
         split = [jnp.split(x, self.fused_parts, axis=axis) for x in shards]
-        whole = jnp.concatenate([x for part in zip(*split, strict=True) for x in part], axis=axis)
-        return jax.lax.slice_in_dim(whole, 0, self.full_size, axis=axis % whole.ndim)
+        joined = jnp.concatenate([x for part in zip(*split, strict=True) for x in part], axis=axis)
+        return jax.lax.slice_in_dim(joined, 0, self.full_size, axis=axis % joined.ndim)
 
     def row_index(self, ndim: int) -> np.ndarray:
         """Return each row's place in the rows of all shards, for a whole array with `ndim` axes."""
@@ -79,13 +79,13 @@ class ShardList(WeightBase, struct.PyTreeNode):
         first, *others = (as_weight(self.get_shard(i)) for i in range(self.num_shards))
         if not others:
             return self.get_shard()
-        whole = first.concatenate(others, self.axis)
+        joined = first.concatenate(others, self.axis)
         if self.axis:
-            return whole
+            return joined
         rows = first.shape[0 if first.ndim == 1 else -2]
         index = self._row_index(self.num_shards, rows)
         in_order = len(index) == self.num_shards * rows and bool((np.diff(index) == 1).all())
-        return whole if in_order else as_weight(whole).with_rows(index)
+        return joined if in_order else as_weight(joined).with_rows(index)
 
     def arrays(self) -> dict[str, jax.Array]:
         return as_weight(self.merge()).arrays()
@@ -126,10 +126,10 @@ def _pad_last(x: jax.Array, length: int) -> jax.Array:
 def _max_escapes(x: Any) -> int:
     if isinstance(x, ShardList):
         return _max_escapes(x.shards)
-    return x.max_escapes if isinstance(x, PackedBf16) else 0
+    return x.max_escapes if isinstance(x, PackedBf16Weight) else 0
 
 
 def _set_max_escapes(x: Any, count: int) -> Any:
     if isinstance(x, ShardList):
         return x.replace(shards=_set_max_escapes(x.shards, count))
-    return x.replace(max_escapes=count) if isinstance(x, PackedBf16) else x
+    return x.replace(max_escapes=count) if isinstance(x, PackedBf16Weight) else x

@@ -313,8 +313,8 @@ def replicate(mesh: Mesh, x: jax.Array) -> jax.Array:
     sharding = NamedSharding(mesh, P())
     if not is_multiprocess():
         return jax.device_put(x, sharding)
-    whole = np.asarray(to_host(x))
-    return jax.make_array_from_callback(x.shape, sharding, lambda _: whole)
+    array = np.asarray(to_host(x))
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: array)
 
 
 def block_spec(rule: PartitionRule, ndim: int) -> P:

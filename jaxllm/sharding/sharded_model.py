@@ -1,13 +1,14 @@
 """A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm import models
@@ -17,24 +18,29 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.sites import SITES, split_name
 from jaxllm.ops import native
+from jaxllm.runtime.multihost import to_host
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.call import CallSharding
 from jaxllm.sharding.context_parallel import sequence_parallel
-from jaxllm.sharding.context_parallel.dispatch import check_chunks, check_context_parallel
-from jaxllm.sharding.context_parallel.split_cache_update import SplitCacheWriter
+from jaxllm.sharding.context_parallel.dispatch import (
+    SplitCacheWriter,
+    check_chunks,
+    check_context_parallel,
+)
 from jaxllm.sharding.fsdp import FsdpSharder
-from jaxllm.sharding.gather_params import gather_lazy
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
 from jaxllm.sharding.model_sharding import ModelSharding
-from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, fit_mesh, local_config
+from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, local_config, resolve_mesh
 from jaxllm.sharding.pipeline import decode
 from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import ParamSharder, replicate
+from jaxllm.weights.lazy_gather import LazyWeight
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.base import INPUT_BLOCK
+from jaxllm.weights.types.base import INPUT_BLOCK, WeightBase
 
 V = TypeVar("V")
 
@@ -170,7 +176,7 @@ def make_sharded_model(
     Raises:
         ConfigError: if the model does not fit the mesh, or there are too few devices.
     """
-    axes = fit_mesh(axes, config)
+    axes = resolve_mesh(axes, config)
     check_context_parallel(local_config(config, axes), axes, exact)
     sequence_parallel.check(axes, exact)
     build_mesh(axes)
@@ -212,7 +218,7 @@ def check_rows(model: Model, rows: int) -> None:
     """Raise ConfigError if a training batch of `rows` rows cannot be split."""
     if not isinstance(model, ShardedModel):
         return
-    fit_mesh(model.axes, model.config)  # training may have changed the experts' capacity
+    resolve_mesh(model.axes, model.config)  # training may have changed the experts' capacity
     if rows % model.axes.data:
         raise ConfigError(
             f"batch of {rows} rows is not divisible by data={model.axes.data}. Use a multiple of"
@@ -252,3 +258,49 @@ def local_module(model: ModelSharding) -> nn.Module:
     if model.axes.stage > 1:
         module = module.clone(runner=model.runner)
     return module.clone(remat=True) if model.remat else module
+
+
+def gather_lazy(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Params:
+    """Return the parameters of the unsharded model, a `LazyWeight` each.
+
+    Shards are merged in their own format, and the layers of pipeline stages are separated.
+
+    Args:
+        names: gives the paths of the entries of a stacked parameter, one per stage; None: empty.
+    """
+    found: Params = {}
+    for name, value in params.items():
+        each = names(name)
+        for i, own in enumerate(each):
+            if own is None:
+                continue
+            stage = i if len(each) > 1 else None
+            found[own] = map_leaves(partial(_lazy_weight, stage), {"": value})[""]
+    return found
+
+
+def _lazy_weight(stage: int | None, _: str, leaf: Any) -> LazyWeight:
+    """Return one parameter, or a stage's entry of a stacked one."""
+
+    def own(x: jax.Array) -> np.ndarray:  # sliced on the host: devices may slice by summing
+        array = np.asarray(to_host(x))
+        return array if stage is None else array[stage]
+
+    def read() -> Any:
+        local_leaves = jax.tree.map(own, leaf)
+        return jax.tree.map(_merge_shards, local_leaves, is_leaf=lambda x: isinstance(x, ShardList))
+
+    form = jax.eval_shape(lambda: leaf if stage is None else jax.tree.map(lambda x: x[0], leaf))
+    if isinstance(form, ShardList) and not isinstance(form.shards, WeightBase):
+        form = jax.ShapeDtypeStruct(form.shape, form.dtype)
+    return LazyWeight(read, form)
+
+
+def _merge_shards(x: Any) -> Any:
+    """Merge shards on the host, bit for bit: a device may merge by summing, and -0 becomes 0."""
+    if not isinstance(x, ShardList):
+        return x
+    if isinstance(x.shards, WeightBase):
+        return x.merge()
+    rows = x.shards.reshape(-1, *x.shards.shape[2:])
+    return rows[x.row_index(rows.ndim)]

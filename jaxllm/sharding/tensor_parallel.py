@@ -161,9 +161,9 @@ class ShardedNorm(WeightBase, struct.PyTreeNode):
             mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
             return norm(x, self.weight, mean=jax.lax.pmean(mean, self.axis_names))
         width = x.shape[-1]
-        whole, weight = (
+        x_full, weight = (
             jax.lax.all_gather(y, self.axis_names, axis=y.ndim - 1, tiled=True)
             for y in (x, self.weight)
         )
         begin = jax.lax.axis_index(self.axis_names) * width
-        return jax.lax.dynamic_slice_in_dim(norm(whole, weight), begin, width, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(norm(x_full, weight), begin, width, axis=-1)

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import steps
-from jaxllm.cache.edit import compact
+from jaxllm.cache.commit import commit
 from jaxllm.cache.files import save_cache
-from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
+from jaxllm.cache.operations import compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.lm import LM, to_one_device
 from jaxllm.models import get_family

@@ -113,7 +113,9 @@ def _multiply_native(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax
     matrices = list(map(get_native_matrix, stacks))
     paths = [native.kernel_path(matrix.kind, inputs) for matrix in matrices]
     rows = x_AI.shape[0] / stacks[0].shape[0]  # per expert, by shape and not by routing
-    many = all(p.fallback == "many" and p.max_rows is not None and rows > p.max_rows for p in paths)
+    many = all(
+        p.fallback == "matrix_unit" and p.max_rows is not None and rows > p.max_rows for p in paths
+    )
     columns = stacks[0].shape[2]
     return tuple(
         native.experts(x_AI, expert_A, matrices, columns=columns, digits=digits, matrix_unit=many)

@@ -31,13 +31,13 @@ import jax
 
 from jaxllm.errors import ConfigError
 from jaxllm.weights.types import (
-    act_order,
     arrays,
-    bf16_12bit,
     block_weight,
     int_weight,
     low_rank,
     nf4,
+    packed_bf16,
+    permuted,
     sparse,
 )
 from jaxllm.weights.types.arrays import DTYPES, as_weight
@@ -48,7 +48,7 @@ Weight = jax.Array | WeightBase  # any weight in a dict of parameters
 # A row for each type of weight: parses its format's name, and returns None for other names.
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
-    bf16_12bit.parse,
+    packed_bf16.parse,
     int_weight.parse,
     block_weight.parse,
     nf4.parse,
@@ -57,7 +57,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 # Likewise for composite weights: a row parses the inner format with the function that it is passed.
 COMPOSITE_PARSERS: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
     low_rank.parse,
-    act_order.parse,
+    permuted.parse,
 )
 
 
@@ -89,7 +89,7 @@ def can_stack(name: str) -> bool:
 
 
 # The sizes of their arrays depend on the weight's values, so their shards are quantized anew.
-DATA_DEPENDENT = bf16_12bit.PackedBf16Format | sparse.SparseFormat
+DATA_DEPENDENT = packed_bf16.PackedBf16Format | sparse.SparseFormat
 
 
 def abstract_weight(name: str, shape: tuple[int, ...]) -> Any:

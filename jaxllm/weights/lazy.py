@@ -45,8 +45,8 @@ class LazyTensor:
         """
         if self.read_blocks is not None:
             return self.read_blocks(rows)
-        whole = self.read()
-        flat = whole.reshape(-1, self.columns) if whole.size else whole.reshape(0, self.columns)
+        array = self.read()
+        flat = array.reshape(-1, self.columns) if array.size else array.reshape(0, self.columns)
         return (flat[begin : begin + rows] for begin in range(0, len(flat), rows))
 
     @property

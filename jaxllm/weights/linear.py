@@ -120,9 +120,9 @@ def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., 
     path = native.kernel_path(matrix.kind, inputs)
     if rows > 0 and (path.max_rows is None or rows <= path.max_rows):
         return _NATIVE[digits]
-    if path.fallback == "many":
+    if path.fallback == "matrix_unit":
         return _NATIVE_MANY[digits]
-    if not isinstance(weight, WeightBase) or (path.fallback == "plain" and inputs == "bfloat16"):
+    if not isinstance(weight, WeightBase) or (path.fallback == "xla" and inputs == "bfloat16"):
         return _PLAIN[digits]
     return _DEQUANTIZED[digits]
 

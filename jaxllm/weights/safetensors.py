@@ -84,15 +84,15 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
         CheckpointError: for a file that is not well-formed safetensors.
     """
     header = read_header(path)
-    whole = map_file(path) if mapped else None
+    file_map = map_file(path) if mapped else None
     tensors = {}
     for name, entry in header.entries.items():
         if name.startswith(_PADDING_PREFIX):
             continue
         dtype, shape = _DTYPES[entry.dtype], tuple(entry.shape)
         begin, end = (header.start + offset for offset in entry.data_offsets)
-        raw = _make_reader(path) if whole is None else _make_viewer(whole)
-        release = _make_releaser(whole, begin, end)
+        raw = _make_reader(path) if file_map is None else _make_viewer(file_map)
+        release = _make_releaser(file_map, begin, end)
         tensors[name] = _make_tensor(begin, end, dtype, shape, raw, release)
     return tensors
 
@@ -237,13 +237,13 @@ def map_file(path: Path) -> mmap.mmap:
     """Memory-map a file for reading. Raises CheckpointError if that fails."""
     with open_regular(path) as file:
         try:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            file_map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: the file has become empty
             raise CheckpointError(f"cannot read {path}: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):  # a hint: 2 MB pages read a little faster
         with contextlib.suppress(OSError):
-            whole.madvise(mmap.MADV_HUGEPAGE)
-    return whole
+            file_map.madvise(mmap.MADV_HUGEPAGE)
+    return file_map
 
 
 def _make_tensor(
@@ -276,11 +276,11 @@ def _make_tensor(
     )
 
 
-def _make_viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:
-    return lambda begin, end: np.frombuffer(whole, np.uint8, end - begin, begin)
+def _make_viewer(file_map: mmap.mmap) -> Callable[[int, int], np.ndarray]:
+    return lambda begin, end: np.frombuffer(file_map, np.uint8, end - begin, begin)
 
 
-def _make_releaser(whole: mmap.mmap | None, begin: int, end: int) -> Callable[[], None]:
+def _make_releaser(file_map: mmap.mmap | None, begin: int, end: int) -> Callable[[], None]:
     """Return a function that drops the pages of a tensor from memory.
 
     A later read gets them from the file again, also the parts that belong to its neighbors.
@@ -288,9 +288,9 @@ def _make_releaser(whole: mmap.mmap | None, begin: int, end: int) -> Callable[[]
     first = begin // _FAULT_AROUND * _FAULT_AROUND
 
     def release() -> None:
-        if whole is not None and hasattr(mmap, "MADV_DONTNEED"):
-            last = min(-(-end // _FAULT_AROUND) * _FAULT_AROUND, len(whole))
-            whole.madvise(mmap.MADV_DONTNEED, first, last - first)
+        if file_map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            last = min(-(-end // _FAULT_AROUND) * _FAULT_AROUND, len(file_map))
+            file_map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     return release
 

@@ -16,7 +16,7 @@ from jaxllm.convert.hf import read_config
 from jaxllm.plan.estimate import Plan, PlanQuery, plan
 from jaxllm.plan.hardware import HARDWARE
 from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
-from jaxllm.sharding.partition_rules import fit_mesh
+from jaxllm.sharding.partition_rules import resolve_mesh
 from jaxllm.weights.precision import Precision
 
 SHAPE = {  # config.json of Llama 3 70B
@@ -47,7 +47,7 @@ def make_query(mesh: str, rows: int, kind: str, quantize: str | None = None) -> 
     config, _ = read_config(SHAPE)
     precision = dataclasses.replace(Precision.uniform("bfloat16"), quantize=quantize)
     opened = Checkpoint(Path("llama-70b"), config, {}, {}, precision)
-    axes: MeshSpec = fit_mesh(parse_mesh(mesh), config)
+    axes: MeshSpec = resolve_mesh(parse_mesh(mesh), config)
     return PlanQuery(opened, precision, HARDWARE[kind], axes, rows, CONTEXT)
 
 

@@ -98,7 +98,7 @@ def time_layer(kind: str, length: int, repeats: int) -> Timing:
     import jax.numpy as jnp
 
     from jaxllm.models.layers import AttentionContext, attend
-    from jaxllm.models.sites import NO_EDITS, Visitor
+    from jaxllm.models.sites import NO_EDITS, SiteRecorder
 
     config = make_config(kind)
     if config.segment_length is not None:
@@ -113,10 +113,10 @@ def time_layer(kind: str, length: int, repeats: int) -> Timing:
     @jax.jit
     def run(q: Any, k: Any, v: Any) -> Any:
         settings = {"window": config.window(0), "kind": config.long_attention(0)}
-        scope = AttentionContext(position_BT)
+        context = AttentionContext(position_BT)
         options: Any = {"cache_dtype": "float32", "scale": config.attention_scale, **settings}
-        visit = Visitor(0, position_BT, NO_EDITS, frozenset())
-        return attend(scope, visit, 0, q, k, v, lambda x: x, **options).x
+        site = SiteRecorder(0, position_BT, NO_EDITS, frozenset())
+        return attend(context, site, 0, q, k, v, lambda x: x, **options).x
 
     return time_runs(lambda: run(q, k, v), repeats)
 

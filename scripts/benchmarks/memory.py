@@ -209,7 +209,7 @@ def load_on_mesh(mesh: str, path: str, quantize: str) -> list[int]:
     from jaxllm.convert.registry import open_checkpoint
     from jaxllm.plan.memory import weight_bytes
     from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
-    from jaxllm.sharding.partition_rules import fit_mesh
+    from jaxllm.sharding.partition_rules import resolve_mesh
     from jaxllm.sharding.shard_params import bytes_per_device
 
     jax.devices()
@@ -218,7 +218,7 @@ def load_on_mesh(mesh: str, path: str, quantize: str) -> list[int]:
     options = {name: value for name, value in options.items() if value != "none"}
     lm = jaxllm.load(path, **options, show_progress=False)
     growth = read_memory().resident - before
-    axes = MeshSpec() if mesh == "none" else fit_mesh(parse_mesh(mesh), lm.config)
+    axes = MeshSpec() if mesh == "none" else resolve_mesh(parse_mesh(mesh), lm.config)
     planned = weight_bytes(open_checkpoint(path), lm.model.precision, axes, False, 1).total
     held = bytes_per_device(lm.params).values()
     return [max(held), planned, sum(held), growth]

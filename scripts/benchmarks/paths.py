@@ -54,9 +54,9 @@ class Row(NamedTuple):
     inputs: str
     rows: int
     kernel: float | None
-    many: float | None
-    widened: float | None
-    plain: float | None
+    matrix_unit: float | None
+    dequantize: float | None
+    xla: float | None
 
     @property
     def times(self) -> tuple[float | None, ...]:
@@ -101,11 +101,11 @@ def measure(seconds: float) -> Iterator[Row]:
         params = map_leaves(draw, models.param_shapes(models.build(config)))
         leaf = params["layers.0"]["mlp"]["down_proj"]["weight"]
         for inputs in kinds:
-            paths = {"kernel": native.KernelPath(None), "plain": native.KernelPath(0, "plain")}
+            paths = {"kernel": native.KernelPath(None), "xla": native.KernelPath(0, "xla")}
             if native.has_matrix_unit() and (inputs == "int8" or inputs == "bfloat16"):
-                paths["many"] = native.KernelPath(0, "many")
+                paths["matrix_unit"] = native.KernelPath(0, "matrix_unit")
             if isinstance(leaf, WeightBase):
-                paths["widened"] = native.KernelPath(0, "widened")
+                paths["dequantize"] = native.KernelPath(0, "dequantize")
             floats = "bfloat16" if inputs == "bfloat16" else "float32"
             precision = Precision(activations=floats, cache=floats, int8_inputs=inputs == "int8")
             model = models.build(config, precision)
@@ -166,18 +166,18 @@ def choose_paths(rows: list[Row]) -> dict[str, dict[str, Any]]:
     for kind, inputs in dict.fromkeys((row.kind, row.inputs) for row in rows):
         matching = [row for row in rows if (row.kind, row.inputs) == (kind, inputs)]
         others = [path for path in Row._fields[4:] if getattr(matching[0], path) is not None]
-        choices = [(limit, beyond) for limit in (0, *ROWS) for beyond in others]
-        limit, beyond = min(choices, key=lambda path: (total_slowdown(matching, *path), -path[0]))
-        path = {"rows": None if limit == ROWS[-1] else limit, "beyond": beyond}
+        choices = [(limit, fallback) for limit in (0, *ROWS) for fallback in others]
+        limit, fallback = min(choices, key=lambda path: (total_slowdown(matching, *path), -path[0]))
+        path = {"rows": None if limit == ROWS[-1] else limit, "fallback": fallback}
         table[f"{kind} {inputs}"] = path
     return table
 
 
-def total_slowdown(rows: list[Row], limit: int, beyond: str) -> float:
+def total_slowdown(rows: list[Row], limit: int, fallback: str) -> float:
     """Return the summed log slowdown of this choice relative to the fastest path of each row."""
     total = 0.0
     for row in rows:
-        time_ms = row.kernel if row.rows <= limit else getattr(row, beyond)
+        time_ms = row.kernel if row.rows <= limit else getattr(row, fallback)
         best = min(ms for ms in row.times if ms is not None)
         # The penalty keeps a path that was not timed from being chosen.
         total += math.log(time_ms / best) if time_ms is not None else 100.0

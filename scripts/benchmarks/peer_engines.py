@@ -26,8 +26,8 @@ from jaxllm.evaluate import bench
 from jaxllm.evaluate.bench import Test
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.arrays import DTYPES
-from jaxllm.weights.types.bf16_12bit import NAME as PACKED
 from jaxllm.weights.types.int_weight import IntFormat
+from jaxllm.weights.types.packed_bf16 import NAME as PACKED
 from jaxllm.weights.types.sparse import SparseFormat
 
 Measure = Callable[[Test], float]

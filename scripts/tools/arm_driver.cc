@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "layout.h"
+#include "key_blocks.h"
 
 using jaxllm::Kernels;
 
 #ifdef JAXLLM_LIBRARY  // a library of a wheel, which detects what the processor supports
 extern "C" const Kernels* jaxllm_kernels(const char* name);
-#define KERNELS(set, name) jaxllm_kernels(name)
+#define KERNELS(isa, name) jaxllm_kernels(name)
 #else
 namespace jaxllm {
 const Kernels* portable_kernels();
@@ -21,7 +21,7 @@ const Kernels* neon_kernels();
 const Kernels* neon_dot_kernels();
 const Kernels* neon_bf16_kernels();
 }  // namespace jaxllm
-#define KERNELS(set, name) jaxllm::set##_kernels()
+#define KERNELS(isa, name) jaxllm::isa##_kernels()
 #endif
 
 struct Reader {
@@ -75,8 +75,8 @@ jaxllm::Weight read_weight(Reader& in) {
   w.escape_value = in.array<uint16_t>();
   w.mask = in.array<uint8_t>();
   w.begin = in.array<int32_t>();
-  w.levels = in.array<float>();
-  w.levels8 = in.array<float>();
+  w.codebook = in.array<float>();
+  w.scale_codebook = in.array<float>();
   w.factor = in.array<float>();
   w.mean = in.array<float>();
   return w;
@@ -107,7 +107,7 @@ int linear(const Kernels* k, Reader& in) {
   x.bf16 = in.number();
   x.rows = in.number();
   x.columns = w.columns;
-  x.rounded = in.number();
+  x.quantize = in.number();
   x.x = in.array<uint8_t>();
   const double *exact = in.array<double>(), *bound = in.array<double>();
   const std::vector<float> y = multiply(k, w, x);
@@ -118,11 +118,11 @@ int linear(const Kernels* k, Reader& in) {
   return count_wrong(y, exact, bound) + !same;
 }
 
-int widen(const Kernels* k, Reader& in) {
+int dequantize(const Kernels* k, Reader& in) {
   const jaxllm::Weight w = read_weight(in);
   const double *exact = in.array<double>(), *bound = in.array<double>();
   std::vector<float> y(w.rows * w.columns, 7);
-  k->widen(w, 0, w.rows, false, y.data());
+  k->dequantize(w, 0, w.rows, false, y.data());
   return count_wrong(y, exact, bound);
 }
 
@@ -140,12 +140,12 @@ int attend(const Kernels* k, Reader& in) {
   s.cap = about[1];
   s.q = in.array<uint8_t>();
   s.position = in.array<int32_t>();
-  std::vector<jaxllm::Part> parts(in.number());
-  for (jaxllm::Part& part : parts) {
+  std::vector<jaxllm::CachePart> parts(in.number());
+  for (jaxllm::CachePart& part : parts) {
     part.kind = jaxllm::Kind(in.number());
-    part.one_k = in.number();
-    part.one_v = in.number();
-    part.one_position = in.number();
+    part.shared_k = in.number();
+    part.shared_v = in.number();
+    part.shared_position = in.number();
     part.slots = in.number();
     part.k = in.array<uint8_t>();
     part.v = in.array<uint8_t>();
@@ -157,19 +157,19 @@ int attend(const Kernels* k, Reader& in) {
   std::vector<float> y(s.B * s.T * s.N * s.H);
   std::vector<uint16_t> half(y.size());
   for (int64_t b = 0; b < s.B; b++) {
-    jaxllm::Layout layout;
-    layout.build(parts, b);
+    jaxllm::KeyBlocks blocks;
+    blocks.build(parts, b);
     for (int64_t head = 0; head < s.K; head++)
       for (int64_t first = 0; first < s.T; first += jaxllm::kStrip) {
         const int64_t tokens = s.T - first < jaxllm::kStrip ? s.T - first : jaxllm::kStrip;
         const size_t size = k->state_bytes(s, tokens) / 4;
         std::vector<float> state(size), next(size);
-        k->fold(s, parts.data(), b, head, first, tokens, layout.of_span(0), state.data());
-        for (int64_t span = 1; span < layout.spans(); span++) {
-          k->fold(s, parts.data(), b, head, first, tokens, layout.of_span(span), next.data());
+        k->fold(s, parts.data(), b, head, first, tokens, blocks.span(0), state.data());
+        for (int64_t span = 1; span < blocks.spans(); span++) {
+          k->fold(s, parts.data(), b, head, first, tokens, blocks.span(span), next.data());
           k->merge(s, tokens, state.data(), next.data());
         }
-        k->put(s, b, head, first, tokens, state.data(), s.bf16 ? static_cast<void*>(half.data()) : y.data());
+        k->store_output(s, b, head, first, tokens, state.data(), s.bf16 ? static_cast<void*>(half.data()) : y.data());
       }
   }
   for (size_t i = 0; i < y.size() && s.bf16; i++) {
@@ -191,14 +191,14 @@ int main(int count, char** arguments) {
   const struct {
     const char* name;
     const Kernels* kernels;
-  } sets[] = {{"portable", KERNELS(portable, "portable")},
+  } isas[] = {{"portable", KERNELS(portable, "portable")},
               {"neon", KERNELS(neon, "neon")},
               {"neon-dot", KERNELS(neon_dot, "neon-dot")},
               {"neon-bf16", KERNELS(neon_bf16, "neon-bf16")}};
   int failed = 0;
-  for (const auto& set : sets) {
-    if (!set.kernels) {
-      std::printf("%s: missing\n", set.name);
+  for (const auto& isa : isas) {
+    if (!isa.kernels) {
+      std::printf("%s: missing\n", isa.name);
       failed++;
       continue;
     }
@@ -207,11 +207,11 @@ int main(int count, char** arguments) {
     for (; in.at < in.bytes.size(); cases++) {
       const int64_t kernel = in.number();
       const std::string name = in.text();
-      const int here = (kernel == 0 ? linear : kernel == 1 ? widen : attend)(set.kernels, in);
-      if (here) std::printf("%s: %s: %d wrong\n", set.name, name.c_str(), here);
-      wrong += here > 0;
+      const int wrong_results = (kernel == 0 ? linear : kernel == 1 ? dequantize : attend)(isa.kernels, in);
+      if (wrong_results) std::printf("%s: %s: %d wrong\n", isa.name, name.c_str(), wrong_results);
+      wrong += wrong_results > 0;
     }
-    std::printf("%-12s%6d cases%6d wrong\n", set.name, cases, wrong);
+    std::printf("%-12s%6d cases%6d wrong\n", isa.name, cases, wrong);
     failed += wrong;
   }
   return failed > 0;

@@ -51,7 +51,8 @@ def build(folder: Path, library: Path | None) -> Path:
         out = str(folder / f"{name}.o")
         define = [f"-DJAXLLM_SET={name}", f'-DJAXLLM_LAYER="layers/{layer}.h"']
         subprocess.run(
-            [*options, *flags, *define, "-c", str(SOURCES / "set.cc"), "-o", out], check=True
+            [*options, *flags, *define, "-c", str(SOURCES / "isa_kernels.cc"), "-o", out],
+            check=True,
         )
         return out
 
@@ -95,10 +96,10 @@ def _pack_weight(matrix: Any) -> bytes:
         w.blocks,
     )
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
-    scale, *levels = [*matrix.levels, *[None] * 5][:5]
+    scale, *codebooks = [*matrix.codebook, *[None] * 5][:5]
     scale = matrix.scale if scale is None and not matrix.blocks else scale
     arrays = (matrix.data, scale, matrix.zero, nibbles, begin, column, value)
-    arrays += (matrix.mask, matrix.begin, *levels)
+    arrays += (matrix.mask, matrix.begin, *codebooks)
     return struct.pack("13q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
 
 
@@ -113,7 +114,7 @@ def pack_cases(seed: int) -> bytes:
         for outputs, columns in ((1, 1), (7, 100), (33, 200), (10, 1300), (4, 0)):
             matrix = draw(rng, outputs, columns)
             answer = _pack_array(matrix.numbers) + _pack_array(2e-7 * np.abs(matrix.numbers))
-            head = _pack_head(1, f"widen {name} {outputs} {columns}")
+            head = _pack_head(1, f"dequantize {name} {outputs} {columns}")
             out.append(head + _pack_weight(matrix) + answer)
             for dtype, kind, rows in (
                 (np.dtype(np.float32), "normal", 1), (bfloat16, "normal", 3),

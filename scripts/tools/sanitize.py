@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = "-fsanitize=address,undefined,float-cast-overflow -fno-omit-frame-pointer -g1"
-KERNELS = ("linear", "widen", "attend", "multiply")
+KERNELS = ("linear", "dequantize", "attend", "multiply")
 FINDING = re.compile(r"ERROR: AddressSanitizer.*|.*runtime error:.*|wrong answer:.*")
 THROUGH_XLA = [
     f"tests/ops/test_{name}.py" for name in ("ffi", "native", "native_attention", "experts")

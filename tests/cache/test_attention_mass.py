@@ -10,7 +10,7 @@ import torch
 
 import jaxllm
 from jaxllm.cache import fork, heavy_hitters, rewind, sinks_and_window, slot_order
-from jaxllm.cache.edit import close_gaps, compact
+from jaxllm.cache.operations import close_gaps, compact
 from jaxllm.errors import CacheMismatchError, CapacityError
 from tests.cache.caches import close, filled, fresh, lm_of
 from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens

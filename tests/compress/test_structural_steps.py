@@ -11,7 +11,7 @@ import jaxllm
 from jaxllm import Override
 from jaxllm.compress.calibration import from_tokens
 from jaxllm.compress.methods import layer_pruning, low_rank, salience
-from jaxllm.compress.methods.ranks import rank_of_share
+from jaxllm.compress.methods.low_rank import rank_of_share
 from jaxllm.compress.pipeline import compress
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM

@@ -109,7 +109,7 @@ def test_quantized_checkpoint_exports_dequantized(name: str, dtype: str, tmp_pat
     convert(str(small), back, to_hf=True)
     ours = jaxllm.load(small, dtype="float32")
     assert {type(leaf).__name__ for _, leaf in flatten(ours.params)} >= {
-        "PackedBf16" if name == "bf16-packed" else "IntWeight"
+        "PackedBf16Weight" if name == "bf16-packed" else "IntWeight"
     }
     found = jaxllm.forward(ours.model, ours.params, None, tokens(2, 19)).logits
     assert_close(found, load_twin(back).logits(tokens(2, 19)))
@@ -243,7 +243,7 @@ def test_head_must_match_tying(tmp_path: Path) -> None:
     [(llama.LLAMA.fields, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
 )
 def test_field_defaults_equal_transformers_config(fields: Any, theirs: Any) -> None:
-    defaults = {f.theirs: f.default for f in fields if f.default is not REQUIRED}
+    defaults = {f.key: f.default for f in fields if f.default is not REQUIRED}
     known = theirs().to_dict()
     derived = {"num_key_value_heads", "head_dim", "n_inner"}  # derived from other fields
     assert len(defaults) > 5

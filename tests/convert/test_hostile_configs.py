@@ -24,7 +24,7 @@ OTHERS = ("attention", "n_ctx", "architectures", "model_type", "quantization_con
 
 def _names(kind: str) -> list[str]:
     table = TABLES[kind]
-    rows = (field.theirs for field in table.fields)
+    rows = (field.key for field in table.fields)
     return list(dict.fromkeys([*rows, *table.aliases, *table.allowed_values, *ROPE, *OTHERS]))
 
 
@@ -73,5 +73,5 @@ def test_read_config_names_the_files_fields(kind: str) -> None:
     aliases = TABLES[kind].aliases
     data = {k: v for k, v in theirs(kind).to_dict().items() if k not in aliases}
     for field in TABLES[kind].fields:
-        with pytest.raises(ConfigError, match=rf"\b{field.theirs} must be .*{{"):
-            read_config({**data, field.theirs: {"x": 1}})
+        with pytest.raises(ConfigError, match=rf"\b{field.key} must be .*{{"):
+            read_config({**data, field.key: {"x": 1}})

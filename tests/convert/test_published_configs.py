@@ -1,4 +1,9 @@
-"""Published config.json files: read as transformers reads them, ignoring neutral fields."""
+"""Published config.json files: read as transformers reads them, ignoring neutral fields.
+
+`published_configs.json` has whole files, copied from public code and pages of the Hub, or as
+transformers prints them, without `_name_or_path`. SmolLM3-3B is put together from fields that
+public pages quote.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +21,6 @@ from jaxllm.convert.hf import TABLES, open_hf, read_config, unread_fields
 from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
 from tests.conftest import Run
-from tests.convert.published_configs import PUBLISHED, Row
 from tests.tiny_models import (
     VOCAB,
     assert_close,
@@ -27,6 +31,10 @@ from tests.tiny_models import (
     tokens,
 )
 
+Row = dict[str, Any]
+PUBLISHED: dict[str, Row] = json.loads(
+    Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
+)
 # Fields of published files that no conversion table lists.
 UNREAD = {
     "auto_map", "custom_pipelines", "document_attention", "internal_version", "sliding_window_size",

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.ops.target import trace_for
 from jaxllm.weights import linear
 from jaxllm.weights.formats import as_format, as_weight, for_accelerator, parse_format
-from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.permuted import PermutedWeight
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,24 +32,19 @@ def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
 Weight = structure(
     "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
     group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, blocks=c_bool,
-    levels=c_void_p, levels8=c_void_p, factor=c_void_p, mean=c_void_p,
+    codebook=c_void_p, scale_codebook=c_void_p, factor=c_void_p, mean=c_void_p,
     nibbles=c_void_p, nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p,
     escape_column=c_void_p, escape_value=c_void_p, escapes=c_int32, mask=c_void_p,
     mask_stride=c_int64, begin=c_void_p, values=c_int64,
 )  # fmt: skip
 Input = structure(
-    "Input",
-    x=c_void_p,
-    bf16=c_bool,
-    rows=c_int64,
-    columns=c_int64,
-    round_inputs=c_bool,
-    codes=c_bool,
-)
-Part = structure(
-    "Part", kind=c_int32, one_k=c_bool, one_v=c_bool, one_position=c_bool, slots=c_int64,
-    row=c_void_p, rows=c_int64, k=c_void_p, v=c_void_p, k_scale=c_void_p, v_scale=c_void_p,
-    position=c_void_p,
+    "Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, quantize=c_bool,
+    quantized=c_bool,
+)  # fmt: skip
+CachePart = structure(
+    "CachePart", kind=c_int32, shared_k=c_bool, shared_v=c_bool, shared_position=c_bool,
+    slots=c_int64, row=c_void_p, rows=c_int64, k=c_void_p, v=c_void_p, k_scale=c_void_p,
+    v_scale=c_void_p, position=c_void_p,
 )  # fmt: skip
 Queries = structure(
     "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
@@ -59,12 +54,14 @@ Queries = structure(
 Block = structure("Block", base=c_int64, lanes=c_int32 * (2 * BLOCK))
 Blocks = structure("Blocks", begin=POINTER(Block), end=c_void_p)
 
-Side = structure("Side", data=c_void_p, bf16=c_bool, by_depth=c_bool, rows=c_int64, depth=c_int64)
+Operand = structure(
+    "Operand", data=c_void_p, bf16=c_bool, transposed=c_bool, rows=c_int64, depth=c_int64
+)
 
-_W, _I, _Q, _P, _S = (POINTER(s) for s in (Weight, Input, Queries, Part, Side))
+_W, _I, _Q, _P, _S = (POINTER(s) for s in (Weight, Input, Queries, CachePart, Operand))
 Products = structure(
     "Products",
-    takes=ctypes.CFUNCTYPE(ctypes.c_bool, _W, _I),
+    supports=ctypes.CFUNCTYPE(ctypes.c_bool, _W, _I),
     prepared_bytes=ctypes.CFUNCTYPE(c_size_t, _W, _I),
     prepare=ctypes.CFUNCTYPE(None, _W, _I, c_int64, c_int64, c_void_p),
     multiply=ctypes.CFUNCTYPE(None, _W, _I, c_void_p, c_int64, c_int64, c_void_p),
@@ -72,19 +69,19 @@ Products = structure(
 Kernels = structure(
     "Kernels",
     products=Products,
-    widen=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
+    dequantize=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
     state_bytes=ctypes.CFUNCTYPE(c_size_t, _Q, c_int64),
     fold=ctypes.CFUNCTYPE(
         None, _Q, _P, c_int64, c_int64, c_int64, c_int64, Blocks, c_void_p
     ),
     merge=ctypes.CFUNCTYPE(None, _Q, c_int64, c_void_p, c_void_p),
-    put=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    store_output=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
     sum_rows=c_void_p,
     logsumexp_rows=c_void_p,
     softmax_rows=c_void_p,
     normalize=c_void_p,
-    many=Products,
-    multiply_sides=ctypes.CFUNCTYPE(
+    matrix_unit=Products,
+    multiply_operands=ctypes.CFUNCTYPE(
         None, _S, _S, c_int64, c_int64, c_int64, c_int64, c_void_p
     ),
 )  # fmt: skip
@@ -123,7 +120,7 @@ class Matrix:
     packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
     mask: np.ndarray | None = None  # sparse weights only; data holds their values
     begin: np.ndarray | None = None  # bitmap weights only
-    levels: Sequence[np.ndarray] = field(default_factory=list)  # of NF4: scales, levels, ...
+    codebook: Sequence[np.ndarray] = field(default_factory=list)  # of NF4: scales, codebook, ...
     blocks: bool = False  # data holds the scales too, as GGUF's blocks
     # Magnitudes [O, I] that bound roundings; None: those of numbers. Sums are rounded before an
     # offset is added to them.
@@ -151,11 +148,11 @@ class Matrix:
             w.groups = self.scale.shape[1]
             w.half = self.scale.dtype == np.float16 and not self.blocks
             w.group = self.group or -(-columns // 128) * 128
-        if self.levels:
-            w.scale, w.levels, *coded = map(address, self.levels)
-            w.group, w.groups = 64, self.levels[0].shape[1]
+        if self.codebook:
+            w.scale, w.codebook, *coded = map(address, self.codebook)
+            w.group, w.groups = 64, self.codebook[0].shape[1]
             if coded:
-                w.levels8, w.factor, w.mean = coded
+                w.scale_codebook, w.factor, w.mean = coded
         if self.packed:
             nibbles, base, begin, column, value = self.packed
             w.nibbles, w.nibble_stride, w.base = address(nibbles), nibbles.shape[1], int(base)
@@ -186,8 +183,8 @@ def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -
     given = Input(address(x), x.dtype == bfloat16, rows, columns, rounded or codes, codes)
     y = placed(np.full((rows, outputs), 7, np.float32))
     room = c_void_p()
-    unit = bool(k.many.takes) and k.many.takes(byref(w), byref(given))
-    by = k.many if unit else k.products
+    unit = bool(k.matrix_unit.supports) and k.matrix_unit.supports(byref(w), byref(given))
+    by = k.matrix_unit if unit else k.products
     size = by.prepared_bytes(byref(w), byref(given))
     assert _LIBC.posix_memalign(byref(room), c_size_t(64), c_size_t(size)) == 0
     try:
@@ -202,24 +199,26 @@ def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -
     return y
 
 
-def widen(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
+def dequantize(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
     """Return a kernel's dequantized matrix in bfloat16 or float32."""
     out = placed(np.full(matrix.numbers.shape, 7, dtype))
     rows = len(out)
     for begin, end in ((0, rows // 2), (rows // 2, rows)):
-        kernels(isa).widen(byref(matrix.native), begin, end, out.dtype == bfloat16, address(out))
+        kernels(isa).dequantize(
+            byref(matrix.native), begin, end, out.dtype == bfloat16, address(out)
+        )
     return out
 
 
-def multiply_sides(isa: str, a: np.ndarray, b: np.ndarray, axes: tuple[int, int]) -> np.ndarray:
+def multiply_operands(isa: str, a: np.ndarray, b: np.ndarray, axes: tuple[int, int]) -> np.ndarray:
     """Return the product of two matrices over an axis of each, one half of its rows at a time."""
     left, right = (
-        Side(address(x), x.dtype == bfloat16, axis == 0, x.shape[1 - axis], x.shape[axis])
+        Operand(address(x), x.dtype == bfloat16, axis == 0, x.shape[1 - axis], x.shape[axis])
         for x, axis in zip((a, b), axes, strict=True)
     )
     out = placed(np.full((left.rows, right.rows), 7, a.dtype))
     for begin, end in ((0, left.rows // 2), (left.rows // 2, left.rows)):
-        kernels(isa).multiply_sides(
+        kernels(isa).multiply_operands(
             byref(left), byref(right), begin, end, 0, right.rows, address(out)
         )
     return out
@@ -248,8 +247,8 @@ def attend(
         address(q), q.dtype == bfloat16, address(position), B, T, N, K, H,
         -1 if window is None else window, scale, cap or 0,
     )  # fmt: skip
-    each = (Part * len(parts))(*(
-        Part(
+    each = (CachePart * len(parts))(*(
+        CachePart(
             KINDS[p.k.dtype], len(p.k) == 1, len(p.v) == 1, len(p.position) == 1, p.k.shape[1],
             address(p.row), max(len(p.k), len(p.v), len(p.position)),
             *(address(a) for a in (p.k, p.v, p.k_scale, p.v_scale, p.position)),
@@ -269,7 +268,7 @@ def attend(
             some.fold(byref(queries), each, b, k, first, tokens, of_span, address(state))
         for state in states[1:]:
             some.merge(byref(queries), tokens, address(states[0]), address(state))
-        some.put(byref(queries), b, k, first, tokens, address(states[0]), address(out))
+        some.store_output(byref(queries), b, k, first, tokens, address(states[0]), address(out))
     return out
 
 

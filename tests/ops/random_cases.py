@@ -16,11 +16,11 @@ from tests.ops.ctypes_kernels import (
     Matrix,
     attend,
     bfloat16,
+    dequantize,
     kernels,
-    multiply_sides,
+    multiply_operands,
     placed,
     product,
-    widen,
 )  # fmt: skip
 from tests.ops.samples import (
     FORMATS,
@@ -66,9 +66,9 @@ def linear(rng: Rng, isa: str) -> bool:
     return bool(right and not (columns and np.isfinite(y[wild]).any()))
 
 
-def widened(rng: Rng, isa: str) -> bool:
+def dequantized(rng: Rng, isa: str) -> bool:
     matrix = _matrix(rng)
-    wide, half = widen(isa, matrix, np.float32), widen(isa, matrix, bfloat16)
+    wide, half = dequantize(isa, matrix, np.float32), dequantize(isa, matrix, bfloat16)
     right = np.allclose(wide, matrix.numbers, rtol=2e-7, atol=0)
     return right and half.tobytes() == wide.astype(bfloat16).tobytes()
 
@@ -104,7 +104,7 @@ def attention(rng: Rng, isa: str) -> bool:
 
 def multiplied(rng: Rng, isa: str) -> bool:
     """Two matrices, where the set has a kernel for them; else there is nothing to compare."""
-    if not kernels(isa).multiply_sides:
+    if not kernels(isa).multiply_operands:
         return True
     dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
     depth = int(rng.choice(COLUMNS))
@@ -119,13 +119,13 @@ def multiplied(rng: Rng, isa: str) -> bool:
     )
     exact, size = left @ right.T, np.abs(left) @ np.abs(right).T
     share = np.abs(exact) / 256 if dtype == bfloat16 else 0
-    y = multiply_sides(isa, a, b, axes).astype(np.float64)
+    y = multiply_operands(isa, a, b, axes).astype(np.float64)
     return bool((np.abs(y - exact) <= 1e-6 * size + share).all())
 
 
 KERNELS: dict[str, Callable[[Rng, str], bool]] = {
     "linear": linear,
-    "widen": widened,
+    "dequantize": dequantized,
     "attend": attention,
     "multiply": multiplied,
 }

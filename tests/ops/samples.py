@@ -141,7 +141,7 @@ def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
     begin = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))])[: rows + 1]
     pieces = [nibbles, np.int32(base), begin.astype(np.int32), column.astype(np.int32), value]
     numbers = bits.astype(np.uint16).view(bfloat16).astype(np.float64)
-    return Matrix(Kind.PACKED, numbers, placed(byte), packed=[placed(a) for a in pieces])
+    return Matrix(Kind.PACKED_BF16, numbers, placed(byte), packed=[placed(a) for a in pieces])
 
 
 def _nf4(coded: bool) -> Callable[..., Matrix]:
@@ -162,7 +162,7 @@ def _nf4(coded: bool) -> Callable[..., Matrix]:
         level = tables[0].astype(np.float64)[np.concatenate([data & 15, data >> 4], axis=2)]
         numbers = (level * exact[..., None]).reshape(rows, groups * 64)[:, :columns]
         levels = [placed(code if coded else scale), *tables]
-        return Matrix(Kind.NF4, numbers, placed(data.reshape(rows, groups * 32)), levels=levels)
+        return Matrix(Kind.NF4, numbers, placed(data.reshape(rows, groups * 32)), codebook=levels)
 
     return draw
 

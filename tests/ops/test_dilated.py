@@ -10,8 +10,7 @@ import pytest
 
 from jaxllm.ops import Part, cast
 from jaxllm.ops.dilated import blocks
-from jaxllm.ops.dilated.attention import attend
-from jaxllm.ops.dilated.dense import dense_attend, dense_weights, multiplicity
+from jaxllm.ops.dilated.attention import attend, dense_attend, dense_weights, multiplicity
 from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 
 N, K, H = 6, 2, 5

@@ -105,7 +105,7 @@ def test_many_rows_equal_single_expert_kernel_bitwise(name: str) -> None:
     if native.has_matrix_unit():
         assert (
             native.kernel_path(as_weight(weight).native_matrix().kind, "bfloat16").fallback
-            == "many"
+            == "matrix_unit"
         )
     (y,) = expert_linears(x, [weight], expert)
     many = native.has_matrix_unit()

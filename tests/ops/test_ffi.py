@@ -25,7 +25,7 @@ def zeros(*shape: int, dtype: Any = f32) -> jax.Array:
 
 def packed(**changed: jax.Array) -> Matrix:
     weight = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
-    return Matrix(Kind.PACKED, jax.tree.leaves(weight.replace(**changed)))
+    return Matrix(Kind.PACKED_BF16, jax.tree.leaves(weight.replace(**changed)))
 
 
 def int8(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None = None) -> Matrix:
@@ -75,7 +75,7 @@ WEIGHTS = {
     "blocks of another type": Matrix(Kind.INT8, [zeros(5 * 272, dtype=i8)], 32, 5),
     "blocks of 64 columns": Matrix(Kind.INT8, [zeros(5 * 272, dtype=u8)], 64, 5),
     "blocks of fewer rows": Matrix(Kind.INT8, [zeros(5 * 272 - 1, dtype=u8)], 32, 5),
-    "packed without escapes": Matrix(Kind.PACKED, packed().arrays[:5]),
+    "packed without escapes": Matrix(Kind.PACKED_BF16, packed().arrays[:5]),
     "packed too narrow": packed(sign_mantissa=zeros(5, 192, dtype=u8)),
     "packed with fewer exponents": packed(nibbles=zeros(5, 64, dtype=u8)),
     "packed with a list of bases": packed(base=zeros(1, dtype=i32)),
@@ -126,9 +126,9 @@ def call(name: str, out: Any, *args: Any, **attributes: Any) -> Any:
     return jax.ffi.ffi_call(f"jaxllm_{name}", out)(*args, **attributes)
 
 
-def widen(out: Any, columns: int = 200) -> Any:
+def dequantize(out: Any, columns: int = 200) -> Any:
     settings = {"kind": np.int32(0), "group": np.int64(0), "columns": np.int64(columns)}
-    return call("widen", out, jnp.int32(0), W, **settings)
+    return call("dequantize", out, jnp.int32(0), W, **settings)
 
 
 def shape(*size: int, dtype: Any = f32) -> jax.ShapeDtypeStruct:
@@ -141,7 +141,7 @@ def multiply(
     attributes = {
         "kinds": np.zeros(len(out), np.int32), "groups": np.zeros(groups, np.int64),
         "counts": np.array(counts, np.int32), "columns": np.int64(200), "digits": np.int32(3),
-        "many": np.bool_(False),
+        "matrix_unit": np.bool_(False),
     }  # fmt: skip
     return lambda: call("linear", out, x, *weight, **attributes)
 
@@ -154,7 +154,7 @@ def experts(
     attributes = {
         "kinds": np.zeros(1, np.int32), "groups": np.zeros(1, np.int64),
         "counts": np.array([len(pieces)], np.int32), "columns": np.int64(200),
-        "experts": np.int64(3), "digits": np.int32(3), "many": np.bool_(False), **changed,
+        "experts": np.int64(3), "digits": np.int32(3), "matrix_unit": np.bool_(False), **changed,
     }  # fmt: skip
     at = zeros(2, dtype=i32) if at is None else at
     return lambda: call("experts", out, X if x is None else x, at, *pieces, **attributes)
@@ -228,10 +228,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "experts without pieces": experts(),
     "experts with a piece of no weight": experts(STACK, STACK, counts=np.array([1], np.int32)),
     "packed experts": experts(*packed().arrays, kinds=np.array([5], np.int32)),
-    "widened to another size": lambda: widen(shape(5, 100)),
-    "more rows than the weight's": lambda: widen(shape(6, 200)),
-    "widened to another type": lambda: widen(shape(5, 200, dtype=i8)),
-    "a negative number of columns": lambda: widen(shape(5, 200), columns=-200),
+    "dequantized to another size": lambda: dequantize(shape(5, 100)),
+    "more rows than the weight's": lambda: dequantize(shape(6, 200)),
+    "dequantized to another type": lambda: dequantize(shape(5, 200, dtype=i8)),
+    "a negative number of columns": lambda: dequantize(shape(5, 200), columns=-200),
     "a table of one row": lambda: call("take", shape(3, 8), zeros(8), INDEX),
     "rows of another width": lambda: call("take", shape(3, 9), TABLE, INDEX),
     "more rows than numbers": lambda: call("take", shape(4, 8), TABLE, INDEX),

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.ops import native
 from jaxllm.ops.native import Kind
-from tests.ops.ctypes_kernels import attend, bfloat16, kernels, placed, product, widen
+from tests.ops.ctypes_kernels import attend, bfloat16, dequantize, kernels, placed, product
 from tests.ops.samples import (
     FORMATS,
     INPUTS,
@@ -44,8 +44,8 @@ def test_product_is_exact_and_row_has_same_bits(isa: str, name: str) -> None:
 
 
 def test_instruction_set_reports_matrix_unit(isa: str) -> None:
-    """kernels(isa).many.takes is set exactly if native.has_matrix_unit() reports a matrix unit."""
-    assert bool(kernels(isa).many.takes) == native.has_matrix_unit()
+    """kernels(isa).matrix_unit.supports is set exactly if there is a matrix unit."""
+    assert bool(kernels(isa).matrix_unit.supports) == native.has_matrix_unit()
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -190,17 +190,17 @@ def test_product_handles_empty_and_very_wide_shapes(isa: str, name: str) -> None
             y = product(isa, matrix, codes)
             assert errors(y, codes, matrix).max(initial=0) <= 1, (outputs, columns, rows)
         if columns < 1000:
-            wide = widen(isa, matrix, np.float32)
+            wide = dequantize(isa, matrix, np.float32)
             np.testing.assert_allclose(wide, matrix.numbers, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_widened_weight_equals_its_values(isa: str, name: str) -> None:
+def test_dequantized_weight_equals_its_values(isa: str, name: str) -> None:
     """Widening gives the float64 values rounded to float32, and the bfloat16 result is the float32
     result rounded.
     """
     matrix = FORMATS[name](np.random.default_rng(7), 11, 330)
-    wide, half = widen(isa, matrix, np.float32), widen(isa, matrix, bfloat16)
+    wide, half = dequantize(isa, matrix, np.float32), dequantize(isa, matrix, bfloat16)
     np.testing.assert_allclose(wide, matrix.numbers, rtol=2e-7)
     assert half.tobytes() == wide.astype(bfloat16).tobytes()
 
@@ -229,7 +229,7 @@ def test_packed_ignores_out_of_range_escapes(isa: str) -> None:
     column[1::2] = -(2**31)
     for rows in (1, 6):
         product(isa, matrix, inputs(rng, "normal", (rows, 200), bfloat16))
-    widen(isa, matrix, bfloat16)
+    dequantize(isa, matrix, bfloat16)
 
 
 @pytest.mark.parametrize("name", [name for name in SPARSE if name in INTEGERS])
@@ -282,7 +282,7 @@ def test_sparse_mask_out_of_range_reads_nothing(isa: str, name: str) -> None:
         matrix.begin[...] = [-(2**31), 2**31 - 1, len(matrix.data) - 129, 0, 10**6, 2]
     for rows, whole in ((1, False), (6, False), (1, True)):
         product(isa, matrix, inputs(rng, "normal", (rows, 700), bfloat16), rounded=whole)
-    widen(isa, matrix, bfloat16)
+    dequantize(isa, matrix, bfloat16)
 
 
 @pytest.mark.parametrize("kind", [Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8])

@@ -11,33 +11,24 @@ import pytest
 
 from jaxllm import ops
 from jaxllm.ops import native
+from tests.ops import samples
+from tests.ops.ctypes_kernels import Cached
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 Parts = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
-def brute_force(
-    q: np.ndarray, at: np.ndarray, parts: Parts, scale: float, window: int | None,
-    cap: float | None = None,
-) -> np.ndarray:  # fmt: skip
-    """Return softmax attention in float64, computed per query and head."""
-    B, T, N, H = q.shape
-    out = np.zeros((B, T, N, H))
-    for b, t, n in itertools.product(range(B), range(T), range(N)):
-        scores, values = [], []
-        for part in parts:
-            k, v, position = (x[b if x.shape[0] == B else 0] for x in part)
-            for s, p in enumerate(position):
-                if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
-                    head = n // (N // k.shape[1])
-                    score = scale * q[b, t, n].astype(np.float64) @ k[s, head]
-                    scores.append(score if cap is None else cap * np.tanh(score / cap))
-                    values.append(v[s, head])
-        if scores:
-            weights = np.exp(np.array(scores) - max(scores))
-            out[b, t, n] = weights @ np.array(values) / weights.sum()
-    return out
+def brute_force(q: np.ndarray, at: np.ndarray, parts: Parts, *options: Any) -> np.ndarray:
+    """Return softmax attention in float64. options: scale, window, cap."""
+    return samples.brute_force(q, at, [Cached(*part) for part in parts], *options)[0]
+
+
+def in_numpy(parts: list[ops.Part]) -> Parts:
+    def dense(x: ops.Entries) -> np.ndarray:
+        return np.asarray(ops.dequantize(x).astype(jnp.float32))
+
+    return [(dense(p.k_BSKH), dense(p.v_BSKH), np.asarray(p.position_BS)) for p in parts]
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])  # test_kernels.py has the others
@@ -65,11 +56,7 @@ def test_attention_reads_cache_in_place(cache_dtype: str) -> None:
         parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))
         q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
         at = rng.integers(-1, 60, (B, T)).astype(np.int32)
-        plain = [
-            (*(np.asarray(ops.dequantize(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
-            for p in parts
-        ]
-        expected = brute_force(q, at, plain, 0.3, window)
+        expected = brute_force(q, at, in_numpy(parts), 0.3, window)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
         for isa in native.available_isas():
             native.isa(isa)
@@ -79,13 +66,6 @@ def test_attention_reads_cache_in_place(cache_dtype: str) -> None:
             out = np.asarray(attend(bad, jnp.asarray(at), parts)[0])
             assert np.isnan(out[0, 0, 0]).all() or at[0, 0] < 0
             np.testing.assert_allclose(out[0, 0, 1], expected[0, 0, 1], atol=5e-6)
-
-
-def in_numpy(parts: list[ops.Part]) -> Parts:
-    def dense(x: ops.Entries) -> np.ndarray:
-        return np.asarray(ops.dequantize(x).astype(jnp.float32))
-
-    return [(dense(p.k_BSKH), dense(p.v_BSKH), np.asarray(p.position_BS)) for p in parts]
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 64), (4, 2, 40)])

@@ -15,6 +15,8 @@ from jaxllm import ops
 from jaxllm.config.model import Rope
 from jaxllm.ops import native
 from jaxllm.ops.attention import BLOCK
+from tests.ops.ctypes_kernels import Cached
+from tests.ops.samples import brute_force
 from tests.test_against_transformers import ROPES
 
 
@@ -90,29 +92,6 @@ def test_norms_equal_pytorch(eps: float) -> None:
     np.testing.assert_allclose(ops.rms_norm(*map(jnp.asarray, (x, w)), eps=eps), rms, atol=2e-5)
 
 
-def brute_force(
-    q: np.ndarray, q_pos: np.ndarray, parts: list[tuple[np.ndarray, ...]], window: int | None
-) -> np.ndarray:
-    """Return attention in float64, computed per query, head and key."""
-    B, T, N, H = q.shape
-    out = np.zeros((B, T, N, H))
-    for b, t, n in np.ndindex(B, T, N):
-        scores, values = [], []
-        for k, v, pos in parts:
-            row = b if k.shape[0] > 1 else 0
-            for s in range(k.shape[1]):
-                p = pos[row, s]
-                inside = window is None or q_pos[b, t] - p < window
-                if 0 <= p <= q_pos[b, t] and inside:
-                    g = n // (N // k.shape[2])
-                    scores.append(float(q[b, t, n].astype(np.float64) @ k[row, s, g]) * 0.3)
-                    values.append(v[row, s, g].astype(np.float64))
-        if scores:
-            weight = np.exp(np.array(scores) - max(scores))
-            out[b, t, n] = (weight / weight.sum()) @ np.array(values)
-    return out
-
-
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("case", ["one part", "shared part", "gaps", "nothing to see"])
@@ -136,14 +115,10 @@ def test_attention_equals_brute_force(window: int | None, case: str, kernels: bo
         "nothing to see": [part(B, [7, 8, -1])],
     }[case]
     with contextlib.nullcontext() if kernels else native.disable_kernels():
-        ours, _ = ops.attend(
-            jnp.asarray(q),
-            jnp.asarray(q_pos),
-            [ops.Part(*map(jnp.asarray, p)) for p in parts],
-            scale=0.3,
-            window=window,
-        )
-    np.testing.assert_allclose(ours, brute_force(q, q_pos, parts, window), atol=1e-5)
+        given = [ops.Part(*map(jnp.asarray, p)) for p in parts]
+        ours, _ = ops.attend(jnp.asarray(q), jnp.asarray(q_pos), given, scale=0.3, window=window)
+    expected, _ = brute_force(q, q_pos, [Cached(*part) for part in parts], 0.3, window)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
@@ -178,7 +153,9 @@ def test_attention_over_int8_entries_equals_dequantized() -> None:
         jnp.asarray(q), jnp.asarray(q_pos), [part], scale=0.3, window=None, mass=True
     )
     rounded = (np.asarray(ops.dequantize(k8)), np.asarray(ops.dequantize(v8)), pos)
-    np.testing.assert_allclose(ours, brute_force(q, q_pos, [rounded], None), atol=1e-5)
+    np.testing.assert_allclose(
+        ours, brute_force(q, q_pos, [Cached(*rounded)], 0.3, None)[0], atol=1e-5
+    )
     assert np.abs(rounded[0] - k).max() > 1e-3
     np.testing.assert_allclose(np.asarray(mass).sum(axis=1), 4, rtol=1e-5)
     assert not np.asarray(mass)[0, 301:].any()

@@ -19,7 +19,7 @@ AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq"
 BF16 = f"{AVX512} -mavx512bf16"
 NEEDS = {
     "avx2.h": "-mavx2 -mfma -mf16c", "avx512.h": AVX512, "amx.h": BF16,
-    **dict.fromkeys(("matrices.h", "gemm.h"), f'{BF16} -DJAXLLM_LAYER="layers/amx.h"'),
+    **dict.fromkeys(("matrix_unit.h", "gemm.h"), f'{BF16} -DJAXLLM_LAYER="layers/amx.h"'),
 }  # fmt: skip
 
 
@@ -50,9 +50,9 @@ def test_source_file_names_are_unique() -> None:
 
 
 def test_instruction_sets_agree_across_sources() -> None:
-    """CMakeLists.txt, sets.cc and native.INSTRUCTION_SETS list the same sets in the same order."""
+    """CMakeLists.txt, isa_table.cc and native.INSTRUCTION_SETS list the same sets in order."""
     built = re.findall(r"^add_set\((\S+)", (ROOT / "CMakeLists.txt").read_text(), re.M)
-    queried = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "sets.cc").read_text())
+    queried = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "isa_table.cc").read_text())
     assert built == queried == list(native.INSTRUCTION_SETS)
 
 
@@ -80,4 +80,4 @@ def test_unmeasured_sets_have_default_paths(isa: str) -> None:
             if f"{kind.name.lower()} {inputs}" not in table:
                 avx = isa.startswith("avx") and kind != native.Kind.BFLOAT16
                 limit = None if inputs == "int8" or avx else 16
-                assert native.kernel_path(kind, inputs) == native.KernelPath(limit, "widened")
+                assert native.kernel_path(kind, inputs) == native.KernelPath(limit, "dequantize")

@@ -8,7 +8,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sharding import MeshSpec, make_sharded_model
 from jaxllm.sharding.collective_stats import CollectiveStats, count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
-from jaxllm.sharding.partition_rules import REPLICATED, find_rule, fit_mesh
+from jaxllm.sharding.partition_rules import REPLICATED, find_rule, resolve_mesh
 from jaxllm.sharding.sharded_model import check_int8_blocks
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
@@ -83,20 +83,20 @@ def test_unknown_parameter_is_refused_by_path() -> None:
 def test_indivisible_dimensions_are_refused_by_name() -> None:
     config = make_model("llama")[0].config
     with pytest.raises(ConfigError, match="num_attention_heads 8 is not divisible by tensor=3"):
-        fit_mesh(MeshSpec(tensor=3), config)
+        resolve_mesh(MeshSpec(tensor=3), config)
     three = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
     config = make_model("llama", **three)[0].config
     with pytest.raises(ConfigError, match="num_key_value_heads 3 is not divisible by tensor=4"):
-        fit_mesh(MeshSpec(tensor=4), config)
+        resolve_mesh(MeshSpec(tensor=4), config)
     config = make_model("llama", intermediate_size=52)[0].config
     with pytest.raises(ConfigError, match="intermediate_size 52 is not divisible by tensor=8"):
-        fit_mesh(MeshSpec(tensor=8), config)
+        resolve_mesh(MeshSpec(tensor=8), config)
 
 
 def test_kv_heads_fewer_than_devices_are_replicated() -> None:
     config = make_model("llama")[0].config
-    assert fit_mesh(MeshSpec(tensor=2), config) == MeshSpec(tensor=2)
-    assert fit_mesh(MeshSpec(data=1, tensor=8), config) == MeshSpec(tensor=2, kv_replicas=4)
+    assert resolve_mesh(MeshSpec(tensor=2), config) == MeshSpec(tensor=2)
+    assert resolve_mesh(MeshSpec(data=1, tensor=8), config) == MeshSpec(tensor=2, kv_replicas=4)
 
 
 def test_mesh_and_place_cannot_be_combined() -> None:

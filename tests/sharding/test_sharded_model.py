@@ -35,7 +35,7 @@ from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.formats import as_format, as_weight
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.permuted import PermutedWeight
 from tests.adapters.random_adapters import random_adapter
 from tests.sharding.tiny_models import WIDE, largest_difference, make_model, shard_model
 from tests.tiny_models import save_random, tokens

@@ -11,8 +11,8 @@ import pytest
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import linear, round_to_int8
-from jaxllm.weights.types.act_order import PermutedWeight
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+from jaxllm.weights.types.permuted import PermutedWeight
 from tests.weights.products import assert_products_equal
 
 ROWS, COLUMNS = 7, 150  # two chunks of 128, the second with 106 columns too many

@@ -227,7 +227,7 @@ def test_product_of_many_rows_dequantizes_weight_in_blocks(
     """
     if native.isa() is None:
         pytest.skip("there are no native kernels")
-    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "xla"))
     monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 19)
     rng = np.random.default_rng(0)
     rows, outputs, columns = 7, 5 * 512 + 77, 384
@@ -255,7 +255,7 @@ def test_product_in_blocks_runs_on_shards(monkeypatch: pytest.MonkeyPatch) -> No
     """Each device multiplies its rows of the weight in blocks; x is the same on all of them."""
     if native.isa() is None:
         pytest.skip("there are no native kernels")
-    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "plain"))
+    monkeypatch.setattr(native, "kernel_path", lambda *_: native.KernelPath(4, "xla"))
     monkeypatch.setattr("jaxllm.weights.linear.BLOCKED_SIZE", 1 << 16)
     rng = np.random.default_rng(0)
     weight = as_format(jnp.asarray(rng.normal(0, 1, (2 * 579, 128)).astype(np.float32)), "int8-g32")

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_format, parse_format
 from jaxllm.weights.linear import linear
-from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
+from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, Nf4Weight
 from tests.weights.products import assert_products_equal
 
 SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights; blocks continue across rows
@@ -20,9 +20,9 @@ def numbers(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.001, 0.02, shape).astype(np.float32)
 
 
-def quantize_nf4(array: np.ndarray, name: str = "nf4") -> NF4:
+def quantize_nf4(array: np.ndarray, name: str = "nf4") -> Nf4Weight:
     weight = as_format(jnp.asarray(array), name)
-    assert isinstance(weight, NF4)
+    assert isinstance(weight, Nf4Weight)
     return weight
 
 
@@ -31,7 +31,7 @@ def blocks(array: np.ndarray) -> np.ndarray:
     return np.pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
 
 
-def codes(weight: NF4) -> np.ndarray:
+def codes(weight: Nf4Weight) -> np.ndarray:
     data = np.asarray(weight.data)
     return np.concatenate([data & 15, data >> 4], axis=-1)
 

@@ -19,7 +19,7 @@ from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.safetensors import open_tensors, write_tensors
-from jaxllm.weights.types.bf16_12bit import NAME
+from jaxllm.weights.types.packed_bf16 import NAME
 
 
 def formats(params: Any) -> dict[str, str]:

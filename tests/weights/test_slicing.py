@@ -11,8 +11,8 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.shard_list import ShardList, equalize_shapes, max_lengths
 from jaxllm.weights.formats import as_weight, parse_format
-from jaxllm.weights.types.act_order import PermutedWeight
 from jaxllm.weights.types.int_weight import IntWeight
+from jaxllm.weights.types.permuted import PermutedWeight
 from tests.weights.products import plain_product
 
 SHAPE = (12, 384)

@@ -21,7 +21,7 @@ from jaxllm.compress.recipe import (
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Weight, to_dense
-from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.permuted import PermutedWeight
 
 
 class GptqOptions(RuleOptions, frozen=True):

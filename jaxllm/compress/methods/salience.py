@@ -155,8 +155,8 @@ def _add_gradients(
     model: Model, params: Params, weights: Arrays, token_BT: jax.Array, sums: Any
 ) -> Any:
     def loss(weights: Arrays) -> jax.Array:
-        mine = map_leaves(lambda path, x: weights.get(path, x), params)
-        logits_BTV = logits(model, mine, token_BT, _positions(token_BT))
+        changed_params = map_leaves(lambda path, x: weights.get(path, x), params)
+        logits_BTV = logits(model, changed_params, token_BT, _positions(token_BT))
         return -log_likelihood(logits_BTV, token_BT[:, 1:]).mean()
 
     g = jax.tree.map(lambda x: x.astype(jnp.float32), jax.grad(loss)(weights))

@@ -55,8 +55,8 @@ from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.loops.rows import draft_stats
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
-from jaxllm.models.edits import Apply
 from jaxllm.models.inputs import check_model
+from jaxllm.models.interventions import Apply
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import check_edits, check_read

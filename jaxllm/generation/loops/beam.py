@@ -16,9 +16,9 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.batch_ops import select
-from jaxllm.cache.edit import slot_order
-from jaxllm.cache.growth import apply_delta
+from jaxllm.cache.commit import apply_delta
 from jaxllm.cache.kv import KVCache, cache_nbytes, check_usable, constrain_cache, init_cache
+from jaxllm.cache.operations import slot_order
 from jaxllm.errors import SamplingError
 from jaxllm.files import check_memory
 from jaxllm.generation.loops.capacity import check_continuation

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.batch_ops import fork
-from jaxllm.cache.growth import commit
+from jaxllm.cache.commit import commit
 from jaxllm.cache.kv import init_cache
 from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.generation.loops.finish import NO_TOKEN, check_positions, pad_eos_ids

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
+from jaxllm.cache.operations import rewind
 from jaxllm.errors import SamplingError, TokenError, suggest_name
 from jaxllm.generation.loops.capacity import (
     check_capacity,

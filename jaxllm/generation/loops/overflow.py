@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.edit import close_gaps, compact, keep, slot_order
 from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_window
 from jaxllm.cache.kv import KVCache, init_cache, reshard_cache
+from jaxllm.cache.operations import close_gaps, compact, keep, slot_order
 from jaxllm.cache.token_merging import pool, pool_mass
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError

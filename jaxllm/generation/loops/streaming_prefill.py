@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.edit import compact
 from jaxllm.cache.eviction import current_segment
 from jaxllm.cache.kv import KVCache, check_usable
+from jaxllm.cache.operations import compact
 from jaxllm.errors import CapacityError, TokenError
 from jaxllm.models.inputs import array_namespace, as_array, check_shape
 from jaxllm.steps import prefill

@@ -21,7 +21,7 @@ from jaxllm.generation.sampling.options import PROCESSORS, check_sampling_option
 from jaxllm.generation.sampling.parsers import is_within
 from jaxllm.generation.sampling.sampler import Processor, Sampler, ScoreFunction
 from jaxllm.grammar.grammar import KINDS, Grammar, as_grammar
-from jaxllm.models.edits import as_edits
+from jaxllm.models.interventions import as_edits
 from jaxllm.runtime.validation import is_integer, is_number
 from jaxllm.steps import EditMap
 

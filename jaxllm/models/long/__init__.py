@@ -11,7 +11,7 @@ import jax
 
 from jaxllm.models.long import dilated, infini
 
-# kind -> `(kind, scope, visit, q_BTNH, parts, beside, scale=, cap=)`, which returns the heads
+# kind -> `(kind, context, site, q_BTNH, parts, memory, scale=, cap=)`, which returns the heads
 # `[B, T, N, H]` in q's dtype, the attention mass if requested, and the new memory, or None.
 # kind: `ModelConfig.long_attention` of the layer. parts: the cache's, then the new tokens.
 # beside: further inputs for a kind with a memory. Other arguments: see `layers.attend`.

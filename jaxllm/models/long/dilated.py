@@ -10,7 +10,7 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.ops.attention import Part
 from jaxllm.ops.dilated import attention
-from jaxllm.ops.dilated.dense import dense_weights
+from jaxllm.ops.dilated.attention import dense_weights
 from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 
 
@@ -33,8 +33,8 @@ def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
 
 def attend(
     kind: LongAttention,
-    scope: Any,
-    visit: Any,
+    context: Any,
+    site: Any,
     q_BTNH: jax.Array,
     parts: Sequence[Part],
     memory_inputs: None,
@@ -48,20 +48,20 @@ def attend(
     Raises ConfigError for a mask, which has no positions, for `attn.scores`, and for an edit of
     `attn.pattern`.
     """
-    if scope.mask_BTS is not None:
+    if context.mask_BTS is not None:
         raise ConfigError(
             "attention of kind 'dilated' depends on positions and takes no mask: omit mask_BTS"
         )
-    if visit.touches("attn.scores") or visit.edits("attn.pattern"):
+    if site.touches("attn.scores") or site.edits("attn.pattern"):
         raise ConfigError(
             "attention of kind 'dilated' has several softmaxes, so attn.scores cannot be read, and"
             " attn.pattern can only be read"
         )
-    shown, at_BT = dilations(kind, q_BTNH.shape[2]), scope.position_BT
+    shown, at_BT = dilations(kind, q_BTNH.shape[2]), context.position_BT
     sight = DilationPattern(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
-    out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=scope.document_BT)
-    reads = visit.reads("attn.pattern")
-    if not (scope.mass or reads) or scope.document_BT is not None:
+    out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=context.document_BT)
+    reads = site.reads("attn.pattern")
+    if not (context.mass or reads) or context.document_BT is not None:
         return out, None, None
-    weight_BNTS = visit("attn.pattern", dense_weights(q_BTNH, at_BT, parts, sight))
-    return out, weight_BNTS.sum(axis=(1, 2)) if scope.mass else None, None
+    weight_BNTS = site("attn.pattern", dense_weights(q_BTNH, at_BT, parts, sight))
+    return out, weight_BNTS.sum(axis=(1, 2)) if context.mass else None, None

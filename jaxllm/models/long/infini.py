@@ -40,8 +40,8 @@ class MemoryInputs(NamedTuple):
 
 def attend(
     kind: LongAttention,
-    scope: Any,
-    visit: Any,
+    context: Any,
+    site: Any,
     q_BTNH: jax.Array,
     parts: Sequence[ops.Part],
     memory_inputs: MemoryInputs,
@@ -53,24 +53,24 @@ def attend(
 
     Raises ConfigError for masks, documents that share a row, and attention mass.
     """
-    asked = {
-        "an attention mask": scope.mask_BTS is not None,
-        "several documents in one row (train with --no-pack)": scope.document_BT is not None,
-        "attention mass or weights": scope.mass or visit.touches("attn.scores", "attn.pattern"),
+    requested = {
+        "an attention mask": context.mask_BTS is not None,
+        "several documents in one row (train with --no-pack)": context.document_BT is not None,
+        "attention mass or weights": context.mass or site.touches("attn.scores", "attn.pattern"),
     }
     if len(parts) > 1 and memory_inputs.memory is None:
         raise ConfigError(
             "attention of kind 'infini' continues a cache with its memory, which fixed shapes and"
             " exports do not support"
         )
-    for what, is_asked in asked.items():
+    for what, is_asked in requested.items():
         if is_asked:
             raise ConfigError(f"attention of kind 'infini' does not support {what}")
     assert kind.segment_length is not None
     update, length = kind.update or "linear", kind.segment_length
     B, _, K, H = memory_inputs.k.shape
     memory = empty_memory(B, K, H, update) if memory_inputs.memory is None else memory_inputs.memory
-    buckets = make_buckets(scope.position_BT, length)
+    buckets = make_buckets(context.position_BT, length)
     local = buckets.join(_attend_local(buckets, length, q_BTNH, parts, scale, cap)).astype(
         jnp.float32
     )

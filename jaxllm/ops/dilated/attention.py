@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.attention import Part
+from jaxllm.ops.attention import Part, soft_cap, visible
 from jaxllm.ops.dilated.blocks import attend_blocks
 from jaxllm.ops.dilated.gathered import attend_documents, attend_tokens, gather_and_attend
-from jaxllm.ops.dilated.pattern import DilationPattern, first_position
+from jaxllm.ops.dilated.pattern import Dilation, DilationPattern, first_position
+from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.products import einsum
 
 
 def attend(
@@ -60,3 +62,55 @@ def attend(
     # Gradients allocate residuals of both branches, so recompute those of the rare one.
     gather_again = jax.checkpoint(gather_tokens)
     return jax.lax.cond(together, blocks, gather_again, q_BTNH, position_BT, tuple(parts))
+
+
+def multiplicity(
+    dilations: Sequence[Dilation], q_position_BT: jax.Array, k_position_BS: jax.Array
+) -> jax.Array:
+    """Return how many dilations contain each key for each query, int32 `[B, N, T, S]`; causal.
+
+    Mixing dilations by their softmax denominators s_i equals one softmax over all keys, with the
+    logarithm of this number added to the scores: `sum_i s_i O_i / sum_i s_i` is a sum over all
+    pairs of a dilation and a key in it, weighted by exp(score).
+    """
+    count_BNTS: jax.Array = jnp.zeros((1, 1, 1, 1), jnp.int32)
+    for d in dilations:
+        q_BNT, k_BNS = (jnp.moveaxis(d.head_mask(x), 2, 1) for x in (q_position_BT, k_position_BS))
+        q_BT, k_BS = (x // d.length for x in (q_position_BT, k_position_BS))
+        together_BTS = q_BT[:, :, None] == k_BS[:, None]
+        both_BNTS = together_BTS[:, None] & q_BNT[..., None] & k_BNS[:, :, None]
+        count_BNTS += both_BNTS.astype(jnp.int32)
+    seen_BTS = visible(q_position_BT, k_position_BS, window=None)
+    return jnp.where(seen_BTS[:, None], count_BNTS, 0)
+
+
+def dense_weights(
+    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
+) -> jax.Array:
+    """Return the weights of `attend`, float32 `[B, N, T, S]` over the slots of all parts."""
+    B, T, N, H = q_BTNH.shape
+    k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H).astype(jnp.float32)
+    product = einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH).reshape(B, N, T, -1)
+    count = multiplicity(
+        pattern.dilations, position_BT, concat_slots([p.position_BS for p in parts], B)
+    )
+    count = jnp.minimum(count, 1) if pattern.dedupe else count
+    bias = jnp.log(jnp.maximum(count, 1).astype(jnp.float32))
+    score = jnp.where(count > 0, soft_cap(pattern.scale * product, pattern.cap) + bias, -jnp.inf)
+    seen = (count > 0).any(axis=-1, keepdims=True)
+    return jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, 0.0), axis=-1), 0.0)
+
+
+def dense_attend(
+    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
+) -> jax.Array:
+    """Compute `attend` as one softmax with the logarithm of `multiplicity`, `[B, T, N, H]`."""
+    B, T, N, H = q_BTNH.shape
+    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, pattern)
+    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
+    position_BS = concat_slots([p.position_BS for p in parts], B)
+    v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN
+    weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, v_BSKH.shape[1])
+    out_BTKGH = einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
+    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

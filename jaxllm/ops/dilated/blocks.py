@@ -74,17 +74,17 @@ def _attend_dilation(
     row_111M = np.arange(M, dtype=np.int32).reshape(1, 1, 1, -1)
     before = start_XB[..., None, None] if alone else 0
     k_at = begin_XB[..., None, None] + r * (before + row_111M) + offset_11E1
-    k, v, there = gather_kv(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
+    k, v, valid = gather_kv(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
     row = np.arange(B).reshape(1, B, 1, 1)
     q_BTEGH = q_BTNH.reshape(B, T, N // G, G, H)
     q = q_BTEGH[row, jnp.maximum(column, 0), head_E.reshape(1, 1, E, 1) // G]
 
     def attend_rows(
-        inputs: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
+        inputs: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, valid: jax.Array, k_at: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         q, column, q_at = inputs
         seen = pattern.key_mask(number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
-        seen &= (column >= 0)[..., None] & there[..., None, :]
+        seen &= (column >= 0)[..., None] & valid[..., None, :]
         return pattern.softmax(q, k, v, seen)
 
     def attend_segments(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ def _attend_dilation(
     def attend_if_any(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond((inputs[1] >= 0).any(), attend_segments, empty_output, inputs)
 
-    everything = (q, column, q_at, k, v, there, k_at)
+    everything = (q, column, q_at, k, v, valid, k_at)
     if steps == 1:
         out, total = attend_if_any(everything)
     else:

@@ -51,7 +51,7 @@ def gather_and_attend(
             1, B, T * E, d.max_positions
         )
         kv = (jnp.maximum(head_BTE, 0) // (N // K)).reshape(1, B, T * E, 1)
-        k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in gather_kv(parts, finders, at, kv))
+        k, v, valid = (x.reshape(B, T, E, *x.shape[3:]) for x in gather_kv(parts, finders, at, kv))
         if itself is not None:
             index_BTE1 = kv.reshape(B, T, E, 1)
             own_kv = (
@@ -62,7 +62,7 @@ def gather_and_attend(
                 jnp.concatenate(match_dtypes(x, new), axis=3)
                 for x, new in zip((k, v), own_kv, strict=True)
             )
-            there = jnp.concatenate([there, jnp.ones_like(there[..., :1])], axis=-1)
+            valid = jnp.concatenate([valid, jnp.ones_like(valid[..., :1])], axis=-1)
             k_at = jnp.concatenate([k_at, position_BT[..., None]], axis=-1)
         G = N // K if share else 1
         q_BTEGH = q_BTNH.reshape(B, T, -1, G, q_BTNH.shape[-1])
@@ -72,7 +72,7 @@ def gather_and_attend(
         head = jnp.maximum(head_BTE, 0)[..., None, None]
         seen = pattern.key_mask(number, head, q_at, k_at[:, :, None])
         real = (q_at >= 0) & (head_BTE >= 0)[..., None]
-        out, total = pattern.softmax(q, k, v, seen & there[..., None, :] & real[..., None])
+        out, total = pattern.softmax(q, k, v, seen & valid[..., None, :] & real[..., None])
         index = (
             np.arange(B).reshape(B, 1, 1),
             np.arange(T).reshape(1, T, 1),

@@ -186,7 +186,7 @@ def gather_kv(
 
     Missing ones are zero: entries of empty slots must not reach a sum.
     """
-    k = v = there = None
+    k = v = valid = None
     for part, find in zip(parts, finders, strict=True):
         slot = find(position)
         rows = part.k_BSKH.shape[0]
@@ -195,17 +195,17 @@ def gather_kv(
             dequantize(jax.tree.map(lambda x: x[row, jnp.maximum(slot, 0), kv], entries))  # noqa: B023
             for entries in (part.k_BSKH, part.v_BSKH)
         ]
-        is_there = slot >= 0
-        if k is None or v is None or there is None:
-            k, v = (jnp.where(is_there[..., None], x, jnp.zeros_like(x)) for x in entries_kv)
-            there = is_there
+        part_valid = slot >= 0
+        if k is None or v is None or valid is None:
+            k, v = (jnp.where(part_valid[..., None], x, jnp.zeros_like(x)) for x in entries_kv)
+            valid = part_valid
         else:
             (k, new_k), (v, new_v) = match_dtypes(k, entries_kv[0]), match_dtypes(v, entries_kv[1])
-            k = jnp.where(is_there[..., None], new_k, k)
-            v = jnp.where(is_there[..., None], new_v, v)
-            there |= is_there
-    assert k is not None and v is not None and there is not None
-    return k, v, there
+            k = jnp.where(part_valid[..., None], new_k, k)
+            v = jnp.where(part_valid[..., None], new_v, v)
+            valid |= part_valid
+    assert k is not None and v is not None and valid is not None
+    return k, v, valid
 
 
 def take_tokens(

@@ -57,7 +57,7 @@ class Kind(IntEnum):
     FLOAT16 = 2
     INT8 = 3
     INT4 = 4
-    PACKED = 5
+    PACKED_BF16 = 5
     NF4 = 6
     SPARSE24_F32 = 7
     SPARSE24_BF16 = 8
@@ -80,17 +80,17 @@ class KernelPath(NamedTuple):
 
     Attributes:
         max_rows: Use the kernel for few rows up to this number; None: for any.
-        fallback: Above that: "many", the kernel for many rows; or XLA on weights dequantized by a
-            kernel ("widened") or by XLA ("plain").
+        fallback: Above that: "matrix_unit", its kernel; or XLA, on weights dequantized by a
+            kernel ("dequantize") or by XLA ("xla").
     """
 
     max_rows: int | None = 16
-    fallback: str = "widened"
+    fallback: str = "dequantize"
 
     @property
     def takes_any_rows(self) -> bool:
         """Whether one kernel takes any number of rows."""
-        return self.max_rows is None or (self.max_rows == 0 and self.fallback == "many")
+        return self.max_rows is None or (self.max_rows == 0 and self.fallback == "matrix_unit")
 
 
 def kernel_path(kind: Kind, inputs: str) -> KernelPath:
@@ -105,11 +105,11 @@ def kernel_path(kind: Kind, inputs: str) -> KernelPath:
     inputs: float32, bfloat16 or int8.
     """
     if _INVARIANT.value:
-        return KernelPath(0, "many") if has_matrix_unit() else KernelPath(None)
+        return KernelPath(0, "matrix_unit") if has_matrix_unit() else KernelPath(None)
     name = str(isa())
     row = _kernel_paths().get(name, {}).get(f"{kind.name.lower()} {inputs}")
     if row is not None:
-        return KernelPath(row["rows"], row["beyond"])
+        return KernelPath(row["rows"], row["fallback"])
     any_rows = inputs == "int8" or (name.startswith("avx") and kind not in PLAIN_KINDS)
     return KernelPath(max_rows=None) if any_rows else KernelPath()
 
@@ -189,7 +189,7 @@ def _select_isa(loaded: ctypes.CDLL, name: str | None) -> str:
 
 
 _FUNCTIONS = (
-    *("linear", "multiply", "experts", "widen", "take", "attend", "write", "read"),
+    *("linear", "multiply", "experts", "dequantize", "take", "attend", "write", "read"),
     *("sum_rows", "logsumexp_rows", "softmax_rows", "normalize", "mask_tokens"),
 )
 
@@ -223,9 +223,9 @@ def library_path() -> str | None:
     """
     if named := os.environ.get("JAXLLM_LIBRARY"):
         return named
-    here = os.path.dirname(__file__)
-    checkout = os.path.isdir(os.path.join(here, "csrc"))
-    for folder in (here, *(f"{p}/jaxllm/ops/native" for p in sys.path if checkout)):
+    native_folder = os.path.dirname(__file__)
+    checkout = os.path.isdir(os.path.join(native_folder, "csrc"))
+    for folder in (native_folder, *(f"{p}/jaxllm/ops/native" for p in sys.path if checkout)):
         path = os.path.join(folder, "_kernels.so")
         if os.path.isfile(path):
             return path
@@ -280,7 +280,7 @@ def linear(
         "counts": np.array([len(w.arrays) for w in weights], np.int32),
         "columns": np.int64(columns),
         "digits": np.int32(digits),
-        "many": np.bool_(matrix_unit),
+        "matrix_unit": np.bool_(matrix_unit),
     }
     return list(call(x_RI, *(piece for w in weights for piece in w.arrays), **attributes))
 
@@ -331,7 +331,7 @@ def experts(
         "columns": np.int64(columns),
         "experts": np.int64(pieces[0].shape[0]),
         "digits": np.int32(digits),
-        "many": np.bool_(matrix_unit),
+        "matrix_unit": np.bool_(matrix_unit),
     }
     # Without copies; blocks are bytes.
     flat = [
@@ -353,7 +353,7 @@ def dequantize(
     """Dequantize a weight, or `rows` of it from `first` on, to `[O, I]` in bfloat16 or float32."""
     rows = weight.row_count if rows is None else rows
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
-    call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
+    call = jax.ffi.ffi_call("jaxllm_dequantize", out, vmap_method="sequential")
     attributes = {
         "kind": np.int32(weight.kind),
         "group": np.int64(weight.group or 0),

@@ -7,20 +7,26 @@ as in decoding, are not split: every device runs them, with its shard of the cac
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from jaxllm.cache.kv import Segment
+from jaxllm.cache.slot_update import NO_SLOT, delay_entries, write_at_cursor
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import ParallelHooks
 from jaxllm.ops import Part
 from jaxllm.ops.attention import Queries, attend
 from jaxllm.ops.masked import attend_with_mask, document_mask
+from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel import ring, split_cache, ulysses, zigzag
-from jaxllm.sharding.mesh_spec import MeshSpec
+from jaxllm.sharding.context_parallel.ring import pass_on
+from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 
 AXIS = "sequence"
 AttentionResult = tuple[jax.Array, Part]
@@ -75,18 +81,18 @@ class ContextParallel:
         """Pad and permute the columns of a call's inputs by row."""
         if not self.is_split:
             return dict(row_inputs)
-        there = self.column_order
-        padding = len(there) - self.columns
+        order = self.column_order
+        padding = len(order) - self.columns
 
         def lay(name: str, x: Any) -> Any:
             if x is None:
                 return x
             if name == "column_B":
-                return jnp.asarray(np.argsort(there).astype(np.int32))[x]
+                return jnp.asarray(np.argsort(order).astype(np.int32))[x]
             if not name.endswith(("_BT", "_BTD")):
                 return x
             pads = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
-            return jnp.pad(x, pads, constant_values=-1 if name == "position_BT" else 0)[:, there]
+            return jnp.pad(x, pads, constant_values=-1 if name == "position_BT" else 0)[:, order]
 
         return {name: lay(name, x) for name, x in row_inputs.items()}
 
@@ -125,11 +131,11 @@ class ContextParallel:
         across = self.make_hooks(replicated, has_past)
         if not self.is_split:
             return apply(hooks=across, **row_inputs)
-        column_B, mine = row_inputs["column_B"], self.local_columns
+        column_B, local_columns = row_inputs["column_B"], self.local_columns
         here_B = None
         if column_B is not None:
-            here_B = column_B // mine == jax.lax.axis_index(AXIS)
-            row_inputs = {**row_inputs, "column_B": column_B % mine}
+            here_B = column_B // local_columns == jax.lax.axis_index(AXIS)
+            row_inputs = {**row_inputs, "column_B": column_B % local_columns}
         trace = apply(hooks=across, **row_inputs)
         logits = trace.logits
         if here_B is not None:
@@ -189,21 +195,22 @@ class RingAttention:
     has_past: Any
 
     def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
     ) -> AttentionResult:
         *cached, new = parts
-        found = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **rules)
+        found = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **options)
         if not cached:
             return found[0].astype(q.dtype), new
-        here = _keep_shared_once(cached, self.replicated)
+        local = _keep_shared_once(cached, self.replicated)
 
-        def visit(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return split_cache.attend_pass_q(Queries.from_heads(q, at, here, **rules), here, AXIS)
+        def attend_past(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            queries = Queries.from_heads(q, at, local, **options)
+            return split_cache.attend_pass_q(queries, local, AXIS)
 
         def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
 
-        before = jax.lax.cond(self.has_past, visit, nothing, q, at)
+        before = jax.lax.cond(self.has_past, attend_past, nothing, q, at)
         return split_cache.combine_outputs([before, found]).astype(q.dtype), new
 
 
@@ -214,15 +221,16 @@ class SplitCacheAttention:
     replicated: tuple[bool, ...]
 
     def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
     ) -> AttentionResult:
         _check_no_documents(document_BT)
-        here = _keep_shared_once(parts, (*self.replicated, True))
-        return split_cache.attend(Queries.from_heads(q, at, here, **rules), here, AXIS), parts[-1]
+        local = _keep_shared_once(parts, (*self.replicated, True))
+        queries = Queries.from_heads(q, at, local, **options)
+        return split_cache.attend(queries, local, AXIS), parts[-1]
 
 
 def attend_ulysses(
-    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
 ) -> AttentionResult:
     """Exchange split tokens for heads, which attend to a cache of the same heads (Ulysses)."""
     *cached, new = parts
@@ -231,18 +239,18 @@ def attend_ulysses(
     if document_BT is not None:
         document_BT = ulysses.gather_tokens(document_BT, AXIS)
     new = Part(k, v, at)
-    out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+    out = _attend_local(q, at, [*cached, new], document_BT, **options)
     return ulysses.to_tokens(out, AXIS), new
 
 
 def decode_ulysses(
-    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
 ) -> AttentionResult:
     """Attend with replicated tokens: each device with some heads, to a cache of these heads."""
     *cached, new = parts
     q, k, v = ulysses.take_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
     new = Part(k, v, new.position_BS)
-    out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+    out = _attend_local(q, at, [*cached, new], document_BT, **options)
     return jax.lax.all_gather(out, AXIS, axis=2, tiled=True), new
 
 
@@ -273,3 +281,66 @@ def _check_no_documents(document_BT: Any) -> None:
             "rows of several documents are too short for the sequence axis. Use at least twice as"
             " many columns as it has devices"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitCacheWriter:
+    """`cache.slot_update.write_at_cursor` for a tail with S / n slots on each of n devices.
+
+    Split entries rotate over the devices, so that none ever holds all of them.
+    """
+
+    axes: MeshSpec
+
+    def __call__(
+        self, cursor: jax.Array, tail: Segment, new: Segment, wait_for: tuple[jax.Array, ...]
+    ) -> Segment:
+        columns, devices = new.position_BS.shape[1], self.axes.sequence
+        if tail.position_BS.shape[1] % devices:
+            return write_at_cursor(cursor, tail, new, wait_for)
+        split = ContextParallel(columns, devices).is_split and columns % devices == 0
+        rows, groups = (
+            partition_specs.find_row_axes(self.axes, tail.position_BS.shape[0]),
+            partition_specs.cache_head_axes(self.axes),
+        )
+        own, entering = (P(rows, axis, groups) for axis in (AXIS, AXIS if split else None))
+        write = jax.shard_map(
+            partial(_write_local, split),
+            mesh=build_mesh(self.axes),
+            in_specs=(P(), own, entering),
+            out_specs=own,
+            check_vma=False,
+        )
+        entries = (new.k, new.v)
+        entries = delay_entries(entries, wait_for[0]) if wait_for else entries
+        k, v = write(cursor, (tail.k, tail.v), entries)
+        old, marks = ((x.position_BS, x.token_BS, x.patched_BS) for x in (tail, new))
+        position, token, patched = write_at_cursor(cursor, old, marks, wait_for)
+        return Segment(k, v, position, token, patched)
+
+
+def _write_local(split: bool, cursor: jax.Array, tail: Any, new: Any) -> Any:
+    """Write entries to this device's slots, inside `shard_map`."""
+    slots = jax.tree.leaves(tail)[0].shape[1]
+    columns, index = jax.tree.leaves(new)[0].shape[1], jax.lax.axis_index(AXIS)
+
+    def write_slots(tail: Any, new: Any, number: Any) -> Any:
+        slot_T = cursor + number * columns - index * slots + jnp.arange(columns, dtype=jnp.int32)
+        slot_T = jnp.where(slot_T < 0, NO_SLOT, slot_T)
+
+        def write_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, slot_T].set(new.astype(old.dtype), mode="drop")
+
+        return jax.tree.map(write_leaf, tail, new)
+
+    if not split:
+        return write_slots(tail, new, 0)
+    devices = jax.lax.axis_size(AXIS)
+
+    def run_round(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        tail, new = carry
+        return (write_slots(tail, new, (index - number) % devices), pass_on(new, AXIS)), None
+
+    numbers = jnp.arange(devices - 1, dtype=jnp.int32)
+    (tail, new), _ = jax.lax.scan(run_round, (tail, new), numbers)
+    return write_slots(tail, new, (index + 1) % devices)

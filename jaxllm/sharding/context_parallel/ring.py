@@ -87,21 +87,21 @@ def attend(
     K = part.k_BSKH.shape[2]
     q_BTKGH, place = q_BTNH.reshape(B, T, K, N // K, H), TokenPlaces(position_BT, document_BT)
     slots = KVSlots(part.k_BSKH, part.v_BSKH, TokenPlaces(part.position_BS, document_BT))
-    rules = RingOptions(axis, scale, window, cap)
+    options = RingOptions(axis, scale, window, cap)
     # Replicated inputs get the sum of the devices' gradients: this is the transpose of a psum.
     q_BTKGH, place, slots = match_varying((q_BTKGH, place, slots), q_BTKGH, place, slots)
     floats = not any(isinstance(x, Int8Entries) for x in part)
     found = (_differentiable if floats else _attend)(
-        q_BTKGH, (slots.k_BSKH, slots.v_BSKH), place, slots.place, rules
+        q_BTKGH, (slots.k_BSKH, slots.v_BSKH), place, slots.place, options
     )
     return found[0], jnp.moveaxis(found[1], 3, 1).reshape(B, T, N)
 
 
 def _attend(
-    q_BTKGH: jax.Array, entries: Any, place: TokenPlaces, at: TokenPlaces, rules: RingOptions
+    q_BTKGH: jax.Array, entries: Any, place: TokenPlaces, at: TokenPlaces, options: RingOptions
 ) -> tuple[jax.Array, jax.Array]:
     k, v = entries
-    state = _softmax(q_BTKGH, place, KVSlots(k, v, at), rules)
+    state = _softmax(q_BTKGH, place, KVSlots(k, v, at), options)
     return normalize_output(state, jnp.float32), state.lse_BKGT
 
 
@@ -109,31 +109,35 @@ _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4,))
 
 
 def _forward(
-    q_BTKGH: jax.Array, entries: Any, place: TokenPlaces, at: TokenPlaces, rules: RingOptions
+    q_BTKGH: jax.Array, entries: Any, place: TokenPlaces, at: TokenPlaces, options: RingOptions
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    found, (k, v) = _attend(q_BTKGH, entries, place, at, rules), entries
+    found, (k, v) = _attend(q_BTKGH, entries, place, at, options), entries
     return found, (q_BTKGH, place, KVSlots(k, v, at), found)
 
 
-def _softmax(q_BTKGH: jax.Array, place: TokenPlaces, slots: KVSlots, rules: RingOptions) -> Softmax:
+def _softmax(
+    q_BTKGH: jax.Array, place: TokenPlaces, slots: KVSlots, options: RingOptions
+) -> Softmax:
     """Return the softmax state of this device's queries after all rounds."""
     asking = _halves((q_BTKGH, place))
-    blank = [match_varying(empty_softmax(_queries(*half, rules)), q_BTKGH) for half in asking]
+    blank = [match_varying(empty_softmax(_queries(*half, options)), q_BTKGH) for half in asking]
 
     def meet(states: list[Softmax], slots: KVSlots) -> list[Softmax]:
         for some in _halves(slots):
             for i, (q, at) in enumerate(asking):
-                look = partial(_absorb_slots, queries=_queries(q, at, rules), place=at, slots=some)
-                met = _may_see(at, some.place, rules.window)
+                look = partial(
+                    _absorb_slots, queries=_queries(q, at, options), place=at, slots=some
+                )
+                met = _may_see(at, some.place, options.window)
                 states[i] = jax.lax.cond(met, look, lambda state: state, states[i])
         return states
 
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         states, slots = carry
         # The two are independent: slots are sent while they are used.
-        return (meet(list(states), slots), pass_on(slots, rules.axis)), None
+        return (meet(list(states), slots), pass_on(slots, options.axis)), None
 
-    rounds = jax.lax.axis_size(rules.axis)
+    rounds = jax.lax.axis_size(options.axis)
     (states, slots), _ = jax.lax.scan(run_round, (blank, slots), length=rounds - 1)
     states = meet(list(states), slots)
     return Softmax(*(jnp.concatenate(halves, axis=3) for halves in zip(*states, strict=True)))
@@ -155,29 +159,29 @@ def _absorb_slots(state: Softmax, queries: Queries, place: TokenPlaces, slots: K
     return jax.lax.scan(one, state, _blocks(slots))[0]
 
 
-def _backward(rules: RingOptions, kept: Any, given: tuple[jax.Array, jax.Array]) -> Any:
+def _backward(options: RingOptions, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
     """Compute the gradient by a second pass around the ring.
 
     With weights p = exp(score - log), output o, its cotangent g and the cotangent h of log, the
     cotangent of a score is `p (g v - g o + h)`, and that of v is `p g` (Dao et al. 2022, appendix
     B).
     """
-    q_BTKGH, place, slots, (out_BTNH, log_BKGT) = kept
-    g_BTKGH = given[0].reshape(q_BTKGH.shape)
+    q_BTKGH, place, slots, (out_BTNH, log_BKGT) = residuals
+    g_BTKGH = cotangents[0].reshape(q_BTKGH.shape)
     less_BTKG = (g_BTKGH * out_BTNH.reshape(q_BTKGH.shape)).sum(axis=-1)
-    less_BTKG -= jnp.moveaxis(given[1], 3, 1)
+    less_BTKG -= jnp.moveaxis(cotangents[1], 3, 1)
     log_BTKG = jnp.moveaxis(jnp.where(jnp.isneginf(log_BKGT), jnp.inf, log_BKGT), 3, 1)
-    asking = _halves((q_BTKGH.astype(jnp.float32), place, g_BTKGH, less_BTKG, log_BTKG))
-    dq = [jnp.zeros_like(half[0]) for half in asking]
+    halves = _halves((q_BTKGH.astype(jnp.float32), place, g_BTKGH, less_BTKG, log_BTKG))
+    dq = [jnp.zeros_like(half[0]) for half in halves]
     received = tuple(jnp.zeros(x.shape, jnp.float32) for x in slots[:2])
-    dq, received = match_varying((dq, received), kept, given)
+    dq, received = match_varying((dq, received), residuals, cotangents)
 
     def meet(dq: list[jax.Array], received: Any, slots: KVSlots) -> tuple[Any, Any]:
         ends = []
         for some, got in zip(_halves(slots), _halves(received), strict=True):
-            for i, half in enumerate(asking):
-                pull = partial(_pull_cotangents, asking=half, slots=some, rules=rules)
-                met = _may_see(half[1], some.place, rules.window)
+            for i, half in enumerate(halves):
+                pull = partial(_pull_cotangents, half=half, slots=some, options=options)
+                met = _may_see(half[1], some.place, options.window)
                 dq[i], got = jax.lax.cond(met, pull, lambda sums: sums, (dq[i], got))
             ends.append(got)
         return dq, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *ends)
@@ -185,12 +189,12 @@ def _backward(rules: RingOptions, kept: Any, given: tuple[jax.Array, jax.Array])
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         dq, received, slots = carry
         dq, received = meet(list(dq), received, slots)
-        return (dq, pass_on(received, rules.axis), pass_on(slots, rules.axis)), None
+        return (dq, pass_on(received, options.axis), pass_on(slots, options.axis)), None
 
-    rounds, start = jax.lax.axis_size(rules.axis), (dq, received, slots)
+    rounds, start = jax.lax.axis_size(options.axis), (dq, received, slots)
     (dq, received, last), _ = jax.lax.scan(run_round, start, length=rounds - 1)
     dq, received = meet(list(dq), received, last)
-    home = pass_on(received, rules.axis)
+    home = pass_on(received, options.axis)
     entries = tuple(x.astype(like.dtype) for x, like in zip(home, slots[:2], strict=True))
     return jnp.concatenate(dq, axis=1).astype(q_BTKGH.dtype), entries, None, None
 
@@ -198,20 +202,20 @@ def _backward(rules: RingOptions, kept: Any, given: tuple[jax.Array, jax.Array])
 _differentiable.defvjp(_forward, _backward)
 
 
-def _pull_cotangents(sums: Any, asking: Any, slots: KVSlots, rules: RingOptions) -> Any:
+def _pull_cotangents(sums: Any, half: Any, slots: KVSlots, options: RingOptions) -> Any:
     """Add to the cotangents of queries and slots what they contribute to each other."""
-    q_BTKGH, place, *beside = asking
-    g_BKGTH, less_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in beside)
+    q_BTKGH, place, *statistics = half
+    g_BKGTH, less_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in statistics)
 
-    def one(dq: jax.Array, block: KVSlots) -> tuple[jax.Array, Any]:
-        seen_BTS = _visible_slots(place, block.place, rules.window)
+    def block_backward(dq: jax.Array, block: KVSlots) -> tuple[jax.Array, Any]:
+        seen_BTS = _visible_slots(place, block.place, options.window)
         # An empty slot may hold NaN, and zero times NaN is NaN.
         used_BS11 = seen_BTS.any(axis=1)[:, :, None, None]
         k, v = (jnp.where(used_BS11, x.astype(jnp.float32), 0.0) for x in block[:2])
 
         def score(q_BTKGH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
             part = Part(k_BSKH, v, block.place.position_BT)
-            return scores(_queries(q_BTKGH, place, rules), part, seen_BTS)
+            return scores(_queries(q_BTKGH, place, options), part, seen_BTS)
 
         score_BKGTS, to_score = jax.vjp(score, q_BTKGH, k)
         weight_BKGTS = jnp.exp(score_BKGTS - log_BKGT[..., None])
@@ -220,9 +224,9 @@ def _pull_cotangents(sums: Any, asking: Any, slots: KVSlots, rules: RingOptions)
         dq_more, dk = to_score(weight_BKGTS * (dp_BKGTS - less_BKGT[..., None]))
         return dq + dq_more, (dk, dv)
 
-    dq, got = sums
-    dq, more = jax.lax.scan(one, dq, _blocks(slots))
-    return dq, tuple(x + _merge_blocks(y, x.shape[1]) for x, y in zip(got, more, strict=True))
+    dq, received = sums
+    dq, more = jax.lax.scan(block_backward, dq, _blocks(slots))
+    return dq, tuple(x + _merge_blocks(y, x.shape[1]) for x, y in zip(received, more, strict=True))
 
 
 def pass_on(x: T, axis: str, step: int = 1) -> T:
@@ -231,12 +235,12 @@ def pass_on(x: T, axis: str, step: int = 1) -> T:
     step: -1 to send to the previous device.
     """
     n = jax.lax.axis_size(axis)
-    given: T = jax.lax.ppermute(x, axis, [(i, (i + step) % n) for i in range(n)])
-    return given
+    received: T = jax.lax.ppermute(x, axis, [(i, (i + step) % n) for i in range(n)])
+    return received
 
 
-def _queries(q_BTKGH: jax.Array, place: TokenPlaces, rules: RingOptions) -> Queries:
-    return Queries(q_BTKGH, place.position_BT, rules.scale, rules.window, rules.cap)
+def _queries(q_BTKGH: jax.Array, place: TokenPlaces, options: RingOptions) -> Queries:
+    return Queries(q_BTKGH, place.position_BT, options.scale, options.window, options.cap)
 
 
 def _visible_slots(queries: TokenPlaces, slots: TokenPlaces, window: int | None) -> jax.Array:

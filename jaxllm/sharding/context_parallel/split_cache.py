@@ -48,15 +48,15 @@ def attend_pass_q(
     Queries rotate with their softmax states until they are home. Returns what `ring.attend` does.
     """
     B, T, K, G, _ = queries.q_BTKGH.shape
-    asking = (queries.q_BTKGH, queries.position_BT)
-    asking, state = match_varying((asking, empty_softmax(queries)), asking, *parts)
+    rotating = (queries.q_BTKGH, queries.position_BT)
+    rotating, state = match_varying((rotating, empty_softmax(queries)), rotating, *parts)
 
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         (q, at), state = carry
-        here = queries._replace(q_BTKGH=q, position_BT=at)
-        return pass_on(((q, at), absorb_parts(state, [KeyView(here)], parts)), axis), None
+        local_queries = queries._replace(q_BTKGH=q, position_BT=at)
+        return pass_on(((q, at), absorb_parts(state, [KeyView(local_queries)], parts)), axis), None
 
-    (_, state), _ = jax.lax.scan(run_round, (asking, state), length=jax.lax.axis_size(axis))
+    (_, state), _ = jax.lax.scan(run_round, (rotating, state), length=jax.lax.axis_size(axis))
     log_BTN = jnp.moveaxis(state.lse_BKGT, 3, 1).reshape(B, T, K * G)
     return normalize_output(state, jnp.float32), log_BTN
 

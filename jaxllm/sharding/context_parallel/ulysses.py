@@ -63,11 +63,11 @@ def gather_tokens(x_BT: jax.Array, axis: str) -> jax.Array:
 
 def take_heads(x: T, axis: str) -> T:
     """Take from replicated `[B, T, N, ...]` the heads that `to_heads` gives this device."""
-    n, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    n, device_index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
     def cut(x: jax.Array) -> jax.Array:
         each = x.shape[2] // n
-        return jax.lax.dynamic_slice_in_dim(x, here * each, each, axis=2)
+        return jax.lax.dynamic_slice_in_dim(x, device_index * each, each, axis=2)
 
     own: T = jax.tree.map(cut, x)
     return own

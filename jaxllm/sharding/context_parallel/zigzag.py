@@ -64,7 +64,7 @@ def to_plain(x: T, axis: str) -> T:
     def move(x: jax.Array) -> jax.Array:
         halves = _swap_unless(*jnp.split(x, 2, axis=1), unless=even_here)
         back = [
-            jax.lax.ppermute(half, axis, [(there, here) for here, there in route])
+            jax.lax.ppermute(half, axis, [(source, target) for target, source in route])
             for half, route in zip(halves, routes, strict=True)
         ]
         return jnp.concatenate(back, axis=1)

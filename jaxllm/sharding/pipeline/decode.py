@@ -82,11 +82,11 @@ def run_tick(
         read: list[jax.Array] = []
 
         def run_stage(
-            blocks: Sequence[nn.Module], x: jax.Array, scope: AttentionContext, remat: bool
+            blocks: Sequence[nn.Module], x: jax.Array, context: AttentionContext, remat: bool
         ) -> Any:
             read_x = jnp.where(stage == 0, x, flight)
             table = model.layer_table
-            layers, y = run_places(blocks, table, range(len(table[0])), read_x, scope, remat)
+            layers, y = run_places(blocks, table, range(len(table[0])), read_x, context, remat)
             read.append(y)
             return layers, jax.lax.psum(jnp.where(stage == stages - 1, y, 0), AXIS)
 
@@ -106,9 +106,9 @@ def run_tick(
         def write_entries(old: Any, new: Any) -> Any:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
                 at = (group * size, slot) + (0,) * (old.ndim - 2)
-                there = jax.lax.dynamic_slice(old, at, new.shape)
+                current = jax.lax.dynamic_slice(old, at, new.shape)
                 busy = busy_G.reshape(-1, *[1] * (new.ndim - 1))
-                return jax.lax.dynamic_update_slice(old, jnp.where(busy, new, there), at)
+                return jax.lax.dynamic_update_slice(old, jnp.where(busy, new, current), at)
 
             return jax.tree.map(put, old, cast(new, old.dtype))
 

@@ -56,7 +56,7 @@ class PipelineRunner:
         return self.microbatches
 
     def __call__(
-        self, blocks: Sequence[nn.Module], x: jax.Array, scope: AttentionContext, remat: bool
+        self, blocks: Sequence[nn.Module], x: jax.Array, context: AttentionContext, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]:
         """Run this stage's layers on all rows.
 
@@ -66,7 +66,7 @@ class PipelineRunner:
         Returns:
             This stage's layers, and the output of the last stage, on all stages.
         """
-        count = self.count_microbatches(*scope.position_BT.shape)
+        count = self.count_microbatches(*context.position_BT.shape)
         table = forward_only(self.stages, count, self.chunks)
         layers_by_stage = assign_layers(blocks[0].config, self.stages, self.chunks)
         each = len(layers_by_stage[0]) // self.chunks
@@ -79,7 +79,7 @@ class PipelineRunner:
 
             # Each chunk slices its own rows of the cache: those of other chunks are not copied.
             def run(places: range, x: jax.Array, number: jax.Array) -> tuple[Layer, ...]:
-                part = slice_context(scope, number, count)
+                part = slice_context(context, number, count)
                 return run_places(blocks, layers_by_stage, places, x, part, remat)[0]
 
             return jax.lax.switch(chunk, [partial(run, some) for some in chunks], read, number)
@@ -94,7 +94,7 @@ class PipelineRunner:
         def tick(message: jax.Array, jobs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
             number, chunk, busy = (job[stage] for job in jobs)
             job = partial(work, number, chunk, message)
-            layers = job() if scope.hooks.global_sync else jax.lax.cond(busy, job, blank)
+            layers = job() if context.hooks.global_sync else jax.lax.cond(busy, job, blank)
             return pass_on(layers[-1].x, AXIS), layers
 
         _, ticks = jax.lax.scan(tick, blank_x, _job_arrays(table))
@@ -141,14 +141,14 @@ def take_microbatch(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
     return found
 
 
-def slice_context(scope: AttentionContext, number: jax.Array, count: int) -> AttentionContext:
-    """Slice the scope of one microbatch; segments that all rows share stay whole."""
-    batch = scope.position_BT.shape[0]
+def slice_context(context: AttentionContext, number: jax.Array, count: int) -> AttentionContext:
+    """Slice the context of one microbatch; segments that all rows share stay whole."""
+    batch = context.position_BT.shape[0]
 
     def part(x: Any) -> Any:
         return take_microbatch(x, number, count) if x.shape[0] == batch else x
 
-    fields = scope._asdict()
+    fields = context._asdict()
     fixed = {name: fields.pop(name) for name in ("mass", "hooks", "read", "packed")}
     parts: dict[str, Any] = jax.tree.map(part, fields)
     return AttentionContext(**parts, **fixed)

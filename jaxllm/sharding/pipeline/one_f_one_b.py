@@ -210,17 +210,17 @@ def _loss_and_gradient(
     flat = jax.tree.leaves(local.specs)
     # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
     apart = batch // share * (context_parallel.devices if context_parallel.is_split else 1)
-    alike = model.axes.num_devices // (model.axes.stage * apart)
+    copies = model.axes.num_devices // (model.axes.stage * apart)
 
     def run(params: Params, rows: Any) -> tuple[jax.Array, list[jax.Array]]:
         total, gradients = _run_stage(
-            spec, trainable, 1 / alike, local, context_parallel, params, rows
+            spec, trainable, 1 / copies, local, context_parallel, params, rows
         )
         summed = [
             jax.lax.psum(g, tuple(n for n in model.axes.names if n not in _spec_axes(flat[i])))
             for i, g in zip(trainable, gradients, strict=True)
         ]
-        return jax.lax.psum(total / alike, model.axes.names), summed
+        return jax.lax.psum(total / copies, model.axes.names), summed
 
     spread = jax.shard_map(
         run,
@@ -271,14 +271,14 @@ def _run_stage(
     ) -> tuple[jax.Array, jax.Array]:
         some = dict(zip(trainable, moved, strict=True))
         params = jax.tree.unflatten(inner, [some.get(i, y) for i, y in enumerate(still)])
-        mine = jax.tree.map(lambda y: take_microbatch(y, number, count), rows)
+        batch = jax.tree.map(lambda y: take_microbatch(y, number, count), rows)
         begins, ends = (stage == 0) & (chunk == 0), (stage == stages - 1) & (chunk == chunks - 1)
-        x = jax.lax.cond(begins, lambda: parts.embed_tokens(params, mine), lambda: x)
+        x = jax.lax.cond(begins, lambda: parts.embed_tokens(params, batch), lambda: x)
         x = jax.lax.switch(
-            chunk, [partial(parts.run_chunk, c) for c in range(chunks)], params, x, mine
+            chunk, [partial(parts.run_chunk, c) for c in range(chunks)], params, x, batch
         )
         nothing = jnp.zeros((), jnp.float32)
-        return x, jax.lax.cond(ends, lambda: parts.compute_loss(params, x, mine), lambda: nothing)
+        return x, jax.lax.cond(ends, lambda: parts.compute_loss(params, x, batch), lambda: nothing)
 
     table, x_places, g_places = make_schedule_arrays(spec.schedule)
     zero = jnp.zeros((), jnp.int32)
@@ -340,18 +340,18 @@ class _ModelParts:
 
     def embed_tokens(self, params: Params, rows: Any) -> jax.Array:
         """Return the input of the first layer."""
-        return self._run(params, rows, lambda blocks, x, scope, remat: ((), x)).embeddings
+        return self._run(params, rows, lambda blocks, x, context, remat: ((), x)).embeddings
 
     def run_chunk(self, chunk: int, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """Return the output of a chunk's layers."""
         found = []
 
         def run_layers(
-            blocks: Sequence[nn.Module], _: Any, scope: AttentionContext, remat: bool
+            blocks: Sequence[nn.Module], _: Any, context: AttentionContext, remat: bool
         ) -> Any:
             each = len(self._table[0]) // self._chunks
             places = range(chunk * each, (chunk + 1) * each)
-            found.append(run_places(blocks, self._table, places, x, scope, remat)[1])
+            found.append(run_places(blocks, self._table, places, x, context, remat)[1])
             return (), found[0]
 
         self._run(params, rows, run_layers)
@@ -359,13 +359,13 @@ class _ModelParts:
 
     def compute_loss(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """Return the loss of the last layer's output."""
-        trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
+        trace = self._run(params, rows, lambda blocks, _, context, remat: ((), x))
         if not self._over:
             return self._loss(trace.logits, rows, ())
         logits_BTV = trace.logits
-        here = logits_BTV.shape[-1]
-        left = self._size - jax.lax.axis_index(self._over) * here  # of the vocabulary
-        own_V = jax.lax.iota(jnp.int32, here) < left
+        size = logits_BTV.shape[-1]
+        left = self._size - jax.lax.axis_index(self._over) * size  # of the vocabulary
+        own_V = jax.lax.iota(jnp.int32, size) < left
         return self._loss(jnp.where(own_V[None, None], logits_BTV, -jnp.inf), rows, self._over)
 
     def _run(self, params: Params, rows: Any, run_layers: Any) -> Trace:
@@ -405,8 +405,8 @@ def _prepare_leaf(local: LocalParams, over: AxisNames, path: str, part: Any) -> 
             f"{path} must be unquantized to train with a schedule of microbatches, got"
             f" {shard.format}. Load it unquantized, or train without a schedule"
         )
-    whole = jax.lax.all_gather(shard, AXIS, axis=0, tiled=True)
+    table = jax.lax.all_gather(shard, AXIS, axis=0, tiled=True)
     rows = local.model.config.vocab_size
     if axes.num_shards(HEAD_AXES) == 1:
-        return whole[:rows]
-    return VocabParallel(whole, HEAD_AXES, rows, local.token_slice, keep_sharded=bool(over))
+        return table[:rows]
+    return VocabParallel(table, HEAD_AXES, rows, local.token_slice, keep_sharded=bool(over))

@@ -49,9 +49,9 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     A stage stores all microbatches at once (Huang et al. 2018, arXiv 1811.06965).
     """
     p, m, v = _check_sizes(stages, microbatches, chunks)
-    there = _forward_order(p, m, v)
-    back = [Job(False, *job[1:]) for job in reversed(there)]
-    return build_schedule([[*there, *back]] * p, m, v)
+    forward_jobs = _forward_order(p, m, v)
+    backward_jobs = [Job(False, *job[1:]) for job in reversed(forward_jobs)]
+    return build_schedule([[*forward_jobs, *backward_jobs]] * p, m, v)
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -61,16 +61,16 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     run (PipeDream-flush, Narayanan et al. 2020, arXiv 2006.09503).
     """
     p, m, v = _check_sizes(stages, microbatches, chunks)
-    there = _forward_order(p, m, v)
-    back = [Job(False, job.microbatch, v - 1 - job.chunk) for job in there]
+    forward_jobs = _forward_order(p, m, v)
+    backward_jobs = [Job(False, job.microbatch, v - 1 - job.chunk) for job in forward_jobs]
     orders = []
     for stage in range(p):
-        ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
-        ahead = min(ahead, len(there))
-        order = there[:ahead]
-        for f, b in zip(there[ahead:], back, strict=False):
+        warmup = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
+        warmup = min(warmup, len(forward_jobs))
+        order = forward_jobs[:warmup]
+        for f, b in zip(forward_jobs[warmup:], backward_jobs, strict=False):
             order += [f, b]
-        orders.append(order + back[len(there) - ahead :])
+        orders.append(order + backward_jobs[len(forward_jobs) - warmup :])
     return build_schedule(orders, m, v)
 
 

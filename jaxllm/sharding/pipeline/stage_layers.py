@@ -55,8 +55,8 @@ def assign_layers(config: ModelConfig, stages: int, chunks: int = 1) -> list[lis
 
     def part_layers(part: int) -> list[int | None]:
         begin = part * each + min(part, longer)
-        here = each + (part < longer)
-        return [begin + i if i < here else None for i in range(places)]
+        stage_size = each + (part < longer)
+        return [begin + i if i < stage_size else None for i in range(places)]
 
     table = [
         [number for chunk in range(chunks) for number in part_layers(chunk * stages + stage)]
@@ -81,7 +81,7 @@ def run_places(
     table: LayerTable,
     places: range,
     x: jax.Array,
-    scope: AttentionContext,
+    context: AttentionContext,
     remat: bool,
 ) -> tuple[tuple[Layer, ...], jax.Array]:
     """Run a stage's layers in some of its places, inside `jax.shard_map`.
@@ -92,7 +92,7 @@ def run_places(
     Returns:
         What each place computes, and the output of the last one.
     """
-    seen = _reorder_segments(scope, table)
+    seen = _reorder_segments(context, table)
     layers = list[Layer]()
     for place in places:
         run = _make_place_runner(blocks, [row[place] for row in table], place, seen, remat)
@@ -108,8 +108,8 @@ def stage_axis(site: str) -> int:
 
 def layer_kinds(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | None]:
     """Return for each layer of a place the first layer there that computes the same."""
-    alike = [None if n is None else config.layer_signature(n) for n in numbers]
-    return [numbers[alike.index(kind)] for kind in alike]
+    signatures = [None if n is None else config.layer_signature(n) for n in numbers]
+    return [numbers[signatures.index(kind)] for kind in signatures]
 
 
 def tick_layers(config: ModelConfig, stages: int, global_sync: bool) -> list[int]:
@@ -130,7 +130,7 @@ def _make_place_runner(
     blocks: Sequence[nn.Module],
     numbers: Sequence[int | None],
     place: int,
-    scope: AttentionContext,
+    context: AttentionContext,
     remat: bool,
 ) -> Callable[[jax.Array], Layer]:
     """Return the function that a stage runs in a place, where stages have layers `numbers`."""
@@ -144,7 +144,7 @@ def _make_place_runner(
             return copy
         block = blocks[number].clone(parent=None, name=name)
         named = _NamedBlock(lambda: block, remat)
-        return lambda x: named.apply({"params": params}, x, scope)  # type: ignore[return-value]
+        return lambda x: named.apply({"params": params}, x, context)  # type: ignore[return-value]
 
     def copy(x: jax.Array) -> Layer:
         form = jax.eval_shape(runs[0], x)
@@ -158,7 +158,7 @@ def _make_place_runner(
 
     def run(x: jax.Array) -> Layer:
         kind = jnp.asarray([known.index(n) for n in kinds], jnp.int32)[jax.lax.axis_index(AXIS)]
-        if not scope.hooks.global_sync:
+        if not context.hooks.global_sync:
             chosen: Layer = jax.lax.switch(kind, runs, x)
             return chosen
         # Every device must take part in a ring's collectives: all kinds are run, one is selected.
@@ -169,15 +169,15 @@ def _make_place_runner(
     return run
 
 
-def _reorder_segments(scope: AttentionContext, table: LayerTable) -> AttentionContext:
+def _reorder_segments(context: AttentionContext, table: LayerTable) -> AttentionContext:
     """Reorder keys and values by layer number, as layers look them up, instead of by place."""
     place = {n: i for row in table for i, n in enumerate(row) if n is not None}
     order = [place[number] for number in sorted(place)]
     segments = [
         s.replace(k=tuple(s.k[i] for i in order), v=tuple(s.v[i] for i in order))
-        for s in scope.segments
+        for s in context.segments
     ]
-    return scope._replace(segments=tuple(segments))
+    return context._replace(segments=tuple(segments))
 
 
 class _NamedBlock(nn.Module):
@@ -187,6 +187,6 @@ class _NamedBlock(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
-        (layer,), _ = run_blocks([self.get_block().clone(parent=self)], x, scope, self.remat)
+    def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
+        (layer,), _ = run_blocks([self.get_block().clone(parent=self)], x, context, self.remat)
         return layer

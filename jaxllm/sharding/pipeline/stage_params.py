@@ -186,12 +186,12 @@ def stack_leaves(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
     def join(*arrays: jax.Array) -> jax.Array:
         return concat_shards([x[None] for x in arrays], mesh, AXIS, 0)
 
-    here = [x for x in leaves if not isinstance(x, NotLocal)]
-    forms = list(itertools.chain(*all_gather_objects([_format_name(x) for x in here])))
+    local_leaves = [x for x in leaves if not isinstance(x, NotLocal)]
+    forms = list(itertools.chain(*all_gather_objects([_format_name(x) for x in local_leaves])))
     try:
         if len({*forms}) > 1:
             raise ValueError
-        return jax.tree.map(join, *equalize_over_mesh(mesh, here))
+        return jax.tree.map(join, *equalize_over_mesh(mesh, local_leaves))
     except (ValueError, AttributeError):
         raise ConfigError(
             f"{path} share one place of the stages, so they must have one format: got"

@@ -158,8 +158,8 @@ def contract(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         return native.multiply(a, b, a_axis, b_axis)
 
     faster = a.dtype == jnp.bfloat16 or (a_axis, b_axis) == (1, 0)
-    ours = native.is_enabled() and native.has_matrix_unit()
-    if not (faster and ours) or min(a.shape) < MIN_CONTRACT:
+    has_matrix_unit = native.is_enabled() and native.has_matrix_unit()
+    if not (faster and has_matrix_unit) or min(a.shape) < MIN_CONTRACT:
         return plain(a, b)
     y: jax.Array = jax.lax.platform_dependent(a, b, cpu=kernel, default=plain)
     return y

@@ -470,8 +470,8 @@ def parse(name: str) -> IntFormat | None:
 
 def _pair(first_OG: jax.Array, second_OG: jax.Array) -> jax.Array:
     """Return the scales of groups of 16 columns from those of the first and the second of 32."""
-    both = jnp.stack([first_OG, second_OG], axis=-1)
-    return both.reshape(*first_OG.shape[:-1], -1)
+    pairs = jnp.stack([first_OG, second_OG], axis=-1)
+    return pairs.reshape(*first_OG.shape[:-1], -1)
 
 
 def _int8_matmul(x_RI: jax.Array, weight: IntWeight) -> jax.Array:

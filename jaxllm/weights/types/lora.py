@@ -219,9 +219,9 @@ def adapter_index(name: str | None, names: Sequence[str]) -> int:
     if name is None or name == BASE:
         return NO_ADAPTER
     if name not in names:
-        there = ", ".join([*names, BASE])
+        known_names = ", ".join([*names, BASE])
         raise ConfigError(
-            f"no adapter {name!r:.60}{suggest_name(str(name), names)}; loaded are {there}"
+            f"no adapter {name!r:.60}{suggest_name(str(name), names)}; loaded are {known_names}"
         )
     return list(names).index(name)
 

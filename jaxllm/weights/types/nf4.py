@@ -63,7 +63,7 @@ def dynamic_map() -> np.ndarray:
 DYNAMIC = dynamic_map()
 
 
-class NF4(WeightBase, struct.PyTreeNode):
+class Nf4Weight(WeightBase, struct.PyTreeNode):
     """`weight.reshape(-1)[64 b + j] = LEVELS[q[b, j]] * absmax[b]` of a matrix `[O, I]`.
 
     With double quantization the absmax is `DYNAMIC[absmax[b]] * scale[b // 256] + mean`. The weight
@@ -109,18 +109,18 @@ class NF4(WeightBase, struct.PyTreeNode):
             arrays += [jnp.asarray(DYNAMIC), self.scale, self.mean]
         return native.Matrix(native.Kind.NF4, arrays, BLOCK, self.rows)
 
-    def with_rows(self, index: np.ndarray) -> "NF4":
+    def with_rows(self, index: np.ndarray) -> "Nf4Weight":
         """Take rows; the absmax become float32, as slices may split the blocks of their scales."""
         data, absmax = self._row_blocks()
         return self._from_row_blocks(data[..., index, :, :], absmax[..., index, :])
 
-    def with_columns(self, begin: int, end: int) -> "NF4":
+    def with_columns(self, begin: int, end: int) -> "Nf4Weight":
         """Take columns, as `with_rows` does."""
         data, absmax = self._row_blocks()
         groups = group_slice(self.format, begin, end, self.columns, BLOCK)
         return self._from_row_blocks(data[..., groups, :], absmax[..., groups])
 
-    def concatenate(self, appended: Sequence["NF4"], axis: int) -> "NF4":
+    def concatenate(self, appended: Sequence["Nf4Weight"], axis: int) -> "Nf4Weight":
         """Concatenate, as `with_rows` does."""
         data, absmax = zip(*(x._row_blocks() for x in (self, *appended)), strict=True)
         return self._from_row_blocks(
@@ -144,16 +144,16 @@ class NF4(WeightBase, struct.PyTreeNode):
             _absmax(self).reshape(*stack, self.rows, -1),
         )
 
-    def _from_row_blocks(self, data: jax.Array, absmax: jax.Array) -> "NF4":
+    def _from_row_blocks(self, data: jax.Array, absmax: jax.Array) -> "Nf4Weight":
         *stack, rows, blocks = absmax.shape
         data = data.reshape(*stack, rows * blocks, HALF)
         absmax = absmax.reshape(*stack, rows * blocks)
-        return NF4(data, absmax, None, None, rows=rows, columns=blocks * BLOCK)
+        return Nf4Weight(data, absmax, None, None, rows=rows, columns=blocks * BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
 class NF4Format(Format):
-    """The format of `NF4`."""
+    """The format of `Nf4Weight`."""
 
     double_quant: bool = True  # whether the absmax have 8 bits, or else 32
 
@@ -161,7 +161,7 @@ class NF4Format(Format):
     def name(self) -> str:
         return "nf4" if self.double_quant else "nf4-f32"
 
-    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> NF4:
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> Nf4Weight:
         """Divide each weight by its block's absmax and round it to the nearest level.
 
         For double quantization, subtract the mean from the absmax, divide them by the largest of
@@ -204,9 +204,9 @@ class NF4Format(Format):
     ) -> None:
         check_finite(path, arrays, *((".scale", ".mean") if self.double_quant else (".absmax",)))
 
-    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> NF4:
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Nf4Weight:
         scale, mean = arrays.get(".scale"), arrays.get(".mean")
-        return NF4(arrays[".data"], arrays[".absmax"], scale, mean, shape[-2], shape[-1])
+        return Nf4Weight(arrays[".data"], arrays[".absmax"], scale, mean, shape[-2], shape[-1])
 
 
 def parse(name: str) -> NF4Format | None:
@@ -222,10 +222,10 @@ def _iter_blocks(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray
         while len(flat) >= missing:
             yield np.pad(flat[:missing], (0, -missing % BLOCK)).reshape(-1, BLOCK)
             flat, missing = flat[missing:], size
-        whole = len(flat) // BLOCK * BLOCK
-        if whole:
-            yield flat[:whole].reshape(-1, BLOCK)
-        rest, missing = flat[whole:], missing - whole
+        full = len(flat) // BLOCK * BLOCK
+        if full:
+            yield flat[:full].reshape(-1, BLOCK)
+        rest, missing = flat[full:], missing - full
 
 
 @jax.jit
@@ -260,7 +260,7 @@ def _midpoints(levels: np.ndarray) -> np.ndarray:
 
 
 @jax.jit  # op by op, the product would be rounded before the mean is added
-def _absmax(weight: NF4) -> jax.Array:
+def _absmax(weight: Nf4Weight) -> jax.Array:
     """Return the factor of each block's levels, float32 `[..., B]`."""
     if weight.scale is None or weight.mean is None:
         return jax.lax.stop_gradient(weight.absmax)
@@ -281,7 +281,7 @@ def _lookup_level(q: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _dense(weight: NF4) -> jax.Array:
+def _dense(weight: Nf4Weight) -> jax.Array:
     """Return the weights, float32 `[..., O, I]`."""
     halves = [_lookup_level(weight.data & 15), _lookup_level(weight.data >> 4)]
     blocks = jnp.concatenate(halves, axis=-1) * _absmax(weight)[..., None]
@@ -291,7 +291,7 @@ def _dense(weight: NF4) -> jax.Array:
 
 
 @jax.jit
-def _take_rows(weight: NF4, index_N: jax.Array) -> jax.Array:
+def _take_rows(weight: Nf4Weight, index_N: jax.Array) -> jax.Array:
     """Return rows of a matrix by index, float32 `[N, I]`; an index outside is clipped."""
     row_N = jnp.clip(index_N, 0, weight.rows - 1).astype(jnp.int32)
     # A row's first weight as a block and a remainder: as one number it may overflow 32 bits.

@@ -210,19 +210,19 @@ class SparseFormat(Format):
             arrays[".values"][begin[-1] :] = 0
         done = 0
         for block, scale in blocks():
-            now = slice(done, done + len(block))
+            block_rows = slice(done, done + len(block))
             wide = np.pad(block, ((0, 0), (0, round_up(columns, CHUNK) - columns)))
             if self.pattern == TWO_OF_FOUR:
                 bits, two, more = map(np.asarray, _pack_two_of_four(wide))
-                arrays[".values"].reshape(total, -1)[now] = two
+                arrays[".values"].reshape(total, -1)[block_rows] = two
                 crowded += int(more)
             else:
                 is_nonzero = wide != 0
                 bits = np.packbits(is_nonzero, axis=1, bitorder="little")
                 arrays[".values"][begin[done] : begin[done + len(block)]] = wide[is_nonzero]
-            mask[now] = bits
+            mask[block_rows] = bits
             if scale is not None:
-                arrays[".scale"].reshape(total, 1)[now] = scale
+                arrays[".scale"].reshape(total, 1)[block_rows] = scale
             done += len(block)
         if crowded:
             raise ConfigError(

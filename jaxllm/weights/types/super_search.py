@@ -112,9 +112,9 @@ def _search_affine(
 def _quantize_six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize `[n, 8]` to integers 0 to 63 with a float16 scale `[n, 1]`, returned as float32."""
     largest = numbers.max(axis=1, keepdims=True)
-    whole = np.rint(numbers * (np.float32(63) * _inverse(largest))).clip(0, 63).astype(np.uint8)
+    codes = np.rint(numbers * (np.float32(63) * _inverse(largest))).clip(0, 63).astype(np.uint8)
     half = (largest / np.float32(63)).astype(np.float16)
-    return half.astype(np.float32), whole
+    return half.astype(np.float32), codes
 
 
 def _pack_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.export.step import StepSignature, check_signature
 from jaxllm.models.long import dilated
-from jaxllm.ops.dilated.dense import dense_attend, multiplicity
+from jaxllm.ops.dilated.attention import dense_attend, multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken

@@ -18,7 +18,7 @@ from jaxllm.cache import (
     rewind,
     shift,
 )
-from jaxllm.cache.edit import keep_slots
+from jaxllm.cache.operations import keep_slots
 from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError

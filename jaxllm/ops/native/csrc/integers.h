@@ -1,78 +1,78 @@
-// Integers times inputs that keep all their bits: each integer (less its zero point) is exact as a float32 and as a
-// bfloat16; a group's products are added up before they are scaled.
+// Integer weights times unrounded inputs: integers (less their zero point) are exact in float32 and bfloat16; the sum
+// of a group is scaled.
 #pragma once
 
-#include "rows.h"
+#include "dequantize.h"
 
 namespace jaxllm {
 namespace {
 
-// The scales and zero points of a row's groups: the scales as stored, or converted to floats.
+// A row's scales, as stored or converted to floats, and zero points.
 struct GroupRow {
   const void* scales;
   const uint8_t* zeros;
 };
 
-// How a unit's scales are distributed over lanes, and memory for those of a tile's rows, or of a block's: they are
-// converted once for a tile, not once for each register of weights, and four of them can be read at any place. One or
-// two input rows need each of them once: sets that spread halves quickly read them as they are stored.
+// Broadcasts a unit's scales over lanes. The scales of a tile's rows are first converted to floats in scratch memory,
+// once instead of once for each register of weights. For one or two input rows, which need each scale once, sets that
+// convert and broadcast halves quickly read them as stored.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
-  Spread spread;
+  Broadcast broadcast;
   int64_t stride;
   float* memory;
   bool as_stored;
 
-  template <class S = Spread>
+  template <class S = Broadcast>
   JAXLLM_INLINE Floats scale(GroupRow row, int64_t c) const {
-    const S& how = spread;
+    const S& lanes = broadcast;
     if constexpr (S::kHalves)
-      if (as_stored) return how.halves(static_cast<const uint16_t*>(row.scales) + (c >> shift));
-    return how.floats(static_cast<const float*>(row.scales) + (c >> shift));
+      if (as_stored) return lanes.halves(static_cast<const uint16_t*>(row.scales) + (c >> shift));
+    return lanes.floats(static_cast<const float*>(row.scales) + (c >> shift));
   }
-  JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
+  JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return broadcast.bytes(row.zeros + (c >> shift)); }
   GroupRow row(int64_t o, int i) const {
     const uint8_t* line = static_cast<const uint8_t*>(w.scale) + 2 * o * w.groups;
-    for (int64_t i = 0; i < 2 * w.groups && as_stored; i += 64) ahead(line + i, 512);  // some rows ahead
+    for (int64_t i = 0; i < 2 * w.groups && as_stored; i += 64) prefetch_line(line + i, 512);  // some rows ahead
     if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
     float* to = memory + i * stride;
-    scales_of(w, o, 1, to);
+    load_scales(w, o, 1, to);
     return {to, w.zero + o * w.groups};
   }
 };
 
-// Those of units of `kUnit` columns.
-inline Groups groups_of(const Weight& w, const Input& in, int columns) {
+// For units of this many columns.
+inline Groups make_groups(const Weight& w, const Input& in, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
   const int64_t stride = w.groups + 4;
-  float* memory = reinterpret_cast<float*>(space<Groups>(kBlockRows * 4 * stride));
-  return {w,      shift,  Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1),
-          stride, memory, Spread::kHalves && in.rows <= 2 && w.half && w.groups > 1};
+  float* memory = reinterpret_cast<float*>(thread_scratch<Groups>(kBlockRows * 4 * stride));
+  return {w,      shift,  Broadcast(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1),
+          stride, memory, Broadcast::kHalves && in.rows <= 2 && w.half && w.groups > 1};
 }
 
 template <Scales S, int Unit, bool Pairs, bool Blocks = false>
-struct Int8 {
-  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false;
+struct Int8Source {
+  static constexpr bool kPairs = Pairs, kPartialChunk = false, kPartialUnits = false;
   static constexpr int kUnit = Unit, kChunk = 64;
   static constexpr Scales kScales = S;
   typedef typename FloatsOrHalves<Pairs>::Type Value;
   struct Row {
-    const Int8* of;
+    const Int8Source* source;
     const int8_t* at;
     GroupRow groups;
 
     JAXLLM_INLINE const int8_t* codes(int64_t c) const { return at + (Blocks ? (c >> 5) * block_bytes(8) + 2 : c); }
     JAXLLM_INLINE void fetch(int64_t c) const {
       const uint8_t* line = reinterpret_cast<const uint8_t*>(codes(c));
-      ahead(line, of->distance);
-      if (Blocks) ahead(line + 64, of->distance);  // two blocks are more than a line
+      prefetch_line(line, source->distance);
+      if (Blocks) prefetch_line(line + 64, source->distance);  // two blocks are more than a line
     }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       JAXLLM_UNROLL
       for (int n = 0; n < N; n++) {
-        const int8_t* p = codes(c) + n * columns_of<Value>();
+        const int8_t* p = codes(c) + n * lane_count<Value>();
         if constexpr (Pairs)
           out[n] = narrow(from_int8(p), from_int8(p + kLanes));
         else
@@ -81,14 +81,15 @@ struct Int8 {
     }
     JAXLLM_INLINE Floats scale(int64_t c) const {
       if constexpr (Blocks)
-        return of->groups.spread.template apart<1>(reinterpret_cast<const uint8_t*>(codes(c)) - 2, 0);
-      return of->groups.scale(groups, c);
+        return source->groups.broadcast.template strided<1>(reinterpret_cast<const uint8_t*>(codes(c)) - 2, 0);
+      return source->groups.scale(groups, c);
     }
   };
   const Weight& w;
   int64_t distance;
   Groups groups;
-  Int8(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, Unit)) {}
+  Int8Source(const Weight& w, const Input& in)
+      : w(w), distance(prefetch_distance(w.stride)), groups(make_groups(w, in, Unit)) {}
 
   JAXLLM_INLINE Row row(int64_t o, int i) const {
     return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
@@ -97,41 +98,42 @@ struct Int8 {
 };
 
 template <bool Zero, bool Pairs, bool Blocks = false>
-struct Int4 {
-  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false;
+struct Int4Source {
+  static constexpr bool kPairs = Pairs, kPartialChunk = false, kPartialUnits = false;
   static constexpr int kUnit = 2 * kBytes, kChunk = 128;
   static constexpr Scales kScales = Scales::kUnit;
   typedef NibbleValue Value;
   struct Row {
-    const Int4* of;
+    const Int4Source* source;
     const uint8_t* at;
     GroupRow groups;
 
     JAXLLM_INLINE void fetch(int64_t c) const {
       const uint8_t* line = at + (Blocks ? (c >> 5) * block_bytes(4) : c / 2);
-      ahead(line, of->distance);
-      if (Blocks) ahead(line + 64, of->distance);
+      prefetch_line(line, source->distance);
+      if (Blocks) prefetch_line(line + 64, source->distance);
     }
-    JAXLLM_INLINE Bytes codes(int64_t c) const { return codes_at<4, Blocks>(at, c); }
-    // The zero point; 1 where it is not the row's own.
-    JAXLLM_INLINE Ints offset(int64_t c) const { return Zero ? of->groups.zero(groups, c) : Ints{} + 1; }
+    JAXLLM_INLINE Bytes codes(int64_t c) const { return load_codes<4, Blocks>(at, c); }
+    // The zero point; 1 if the weight has none.
+    JAXLLM_INLINE Ints offset(int64_t c) const { return Zero ? source->groups.zero(groups, c) : Ints{} + 1; }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       Ints zero = {};
-      if (Zero) zero = of->groups.zero(groups, c);
-      of->nibbles.values(codes(c), zero, out);
+      if (Zero) zero = source->groups.zero(groups, c);
+      source->nibbles.values(codes(c), zero, out);
     }
     JAXLLM_INLINE Floats scale(int64_t c) const {
       if constexpr (Blocks)
-        return of->groups.spread.template apart<kUnit / 32>(at + (c >> 5) * block_bytes(4), block_bytes(4));
-      return of->groups.scale(groups, c);
+        return source->groups.broadcast.template strided<kUnit / 32>(at + (c >> 5) * block_bytes(4), block_bytes(4));
+      return source->groups.scale(groups, c);
     }
   };
   const Weight& w;
   int64_t distance;
   Groups groups;
   Nibbles<Zero> nibbles;
-  Int4(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, kUnit)) {}
+  Int4Source(const Weight& w, const Input& in)
+      : w(w), distance(prefetch_distance(w.stride)), groups(make_groups(w, in, kUnit)) {}
 
   JAXLLM_INLINE Row row(int64_t o, int i) const {
     return {this, w.data + o * w.stride, Blocks ? GroupRow{} : groups.row(o, i)};
@@ -141,39 +143,39 @@ struct Int4 {
 template <bool Pairs>
 void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   if (w.kind == Kind::kInt4) {
-    if (w.blocks) return multiply_expanded(Int4<false, Pairs, true>(w, in), w, in, x, begin, end, y);
-    if (w.zero) return multiply_expanded(Int4<true, Pairs>(w, in), w, in, x, begin, end, y);
-    return multiply_expanded(Int4<false, Pairs>(w, in), w, in, x, begin, end, y);
+    if (w.blocks) return multiply_decoded(Int4Source<false, Pairs, true>(w, in), w, in, x, begin, end, y);
+    if (w.zero) return multiply_decoded(Int4Source<true, Pairs>(w, in), w, in, x, begin, end, y);
+    return multiply_decoded(Int4Source<false, Pairs>(w, in), w, in, x, begin, end, y);
   }
-  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
-  if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
-  if (w.blocks) return multiply_expanded(Int8<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y);
-  return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y);
+  if (w.groups <= 1)
+    return multiply_decoded(Int8Source<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
+  if (w.group > 32) return multiply_decoded(Int8Source<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
+  if (w.blocks) return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y);
+  return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y);
 }
 
-// One output alone: slow, from dequantized weights.
-inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
+// One output, in float64 from dequantized weights (slow).
+inline float dot_product(const Weight& w, const Input& in, int64_t o, int64_t r) {
   double sum = 0;
-  for (int64_t from = 0; from < in.columns; from += kPart) {
-    const int64_t count = in.columns - from < kPart ? in.columns - from : kPart;
-    float part[kPart];
-    row_part(w, o, from, count, part);
+  for (int64_t first = 0; first < in.columns; first += kRowChunk) {
+    const int64_t count = in.columns - first < kRowChunk ? in.columns - first : kRowChunk;
+    float part[kRowChunk];
+    dequantize_columns(w, o, first, count, part);
     for (int64_t i = 0; i < count; i++)
-      sum += double(part[i]) * element(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * in.columns + from + i);
+      sum += double(part[i]) * element(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * in.columns + first + i);
   }
   return float(sum);
 }
 
-// Sums that are scaled after adding overflow if inputs are huge: an output that is not finite is
-// computed again, from weights that are scaled first.
-inline void mend(const Weight& w, const Input& in, int64_t begin, int64_t end, float* y) {
+// Unscaled sums overflow if inputs are huge: recomputes outputs that are not finite from dequantized weights.
+inline void recompute_overflowed(const Weight& w, const Input& in, int64_t begin, int64_t end, float* y) {
   for (int64_t r = 0; r < in.rows; r++)
-    for (int64_t first = begin; first < end; first += kLanes) {
-      const int64_t last = first + kLanes < end ? first + kLanes : end;
+    for (int64_t lane = begin; lane < end; lane += kLanes) {
+      const int64_t last = lane + kLanes < end ? lane + kLanes : end;
       float* out = y + r * w.rows;
-      if (last - first == kLanes && !any_of(Bits(magnitude(load<Floats>(out + first)) < HUGE_VALF) ^ ~0u)) continue;
-      for (int64_t o = first; o < last; o++)
-        if (!__builtin_isfinite(out[o])) out[o] = product(w, in, o, r);
+      if (last - lane == kLanes && !any_of(Bits(magnitude(load<Floats>(out + lane)) < HUGE_VALF) ^ ~0u)) continue;
+      for (int64_t o = lane; o < last; o++)
+        if (!__builtin_isfinite(out[o])) out[o] = dot_product(w, in, o, r);
     }
 }
 

@@ -1,9 +1,9 @@
-// The layer of products by a matrix unit (matrices.h): AMX's tiles, and weights as tiles take them.
-//   MatrixUnit(bytes)      configures the tiles for this thread during its lifetime; `bytes` per row of weights;
-//   clear_tile, load_tile, store_tile, add_tiles   by number, 0 to 7; add_tiles of bfloat16 pairs or of signed bytes;
-//   halves_of(p)           2 N signed bytes as bfloat16; nibbles_of(p, q), 2 N numbers of four bits each; both in
-//   order; nibble_halves(n, p, zero)   32 numbers of 16 bytes as bfloat16, by a table n; nibble_order(v) puts inputs in
-//   their order.
+// The layer of a matrix unit (matrix_unit.h): AMX's tiles, and weights as tiles take them.
+//   MatrixUnit(bytes)     configures the tiles of this thread during its lifetime; `bytes` per row of weights;
+//   clear_tile, load_tile, store_tile, add_tiles   tiles 0 to 7; products of bfloat16 pairs or of signed bytes;
+//   int8_to_bf16(p)       2 N signed bytes as bfloat16;
+//   unpack_nibbles(p, q), nibbles_to_bf16(n, p, zero)   4-bit numbers as bytes, in order, or as bfloat16 by a table n;
+//   nibble_order(v)       inputs in the order of nibbles_to_bf16.
 // A processor that has AMX has all of layers/avx512.h.
 #pragma once
 
@@ -20,12 +20,12 @@ struct MatrixUnit {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
-    } as;
+    } config;
     for (int t = 0; t < 8; t++) {
-      as.row_bytes[t] = uint16_t(t / 2 == 2 ? bytes : 64);
-      as.rows[t] = uint8_t(t < 6 ? 16 : bytes / 4);
+      config.row_bytes[t] = uint16_t(t / 2 == 2 ? bytes : 64);
+      config.rows[t] = uint8_t(t < 6 ? 16 : bytes / 4);
     }
-    asm volatile("ldtilecfg %0" ::"m"(as));
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
   ~MatrixUnit() { asm volatile("tilerelease"); }
 };
@@ -53,27 +53,28 @@ JAXLLM_INLINE void add_tiles() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(Weights), "i"(Inputs));
 }
 
-JAXLLM_INLINE Halves halves_of(const int8_t* p) { return Halves(_mm512_cvtne2ps_pbh(from_int8(p + 16), from_int8(p))); }
+JAXLLM_INLINE Halves int8_to_bf16(const int8_t* p) {
+  return Halves(_mm512_cvtne2ps_pbh(from_int8(p + 16), from_int8(p)));
+}
 
 // Each 16 bytes are 32 numbers: the low bits of all of them, then the high ones.
-JAXLLM_INLINE Bytes nibbles_of(const uint8_t* p, const uint8_t* q) {
-  const __m512i some =
+JAXLLM_INLINE Bytes unpack_nibbles(const uint8_t* p, const uint8_t* q) {
+  const __m512i packed =
       _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(q), 1));
-  const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), some);
-  const __m512i high = _mm512_mask_srli_epi16(twice, 0xff00ff00u, twice, 4);
+  const __m512i duplicated = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), packed);
+  const __m512i high = _mm512_mask_srli_epi16(duplicated, 0xff00ff00u, duplicated, 4);
   return Bytes(_mm512_and_si512(high, _mm512_set1_epi8(15)));
 }
 
-// One nibble of each of eight words to a quarter of the register: columns 0, 2, 4, ...; 16, 18, ...; 1, 3, ...; 17, 19,
-// ...
+// Quarters of the register have columns 0, 2, 4, ...; 16, 18, ...; 1, 3, ...; 17, 19, ...
 template <bool Zero>
-JAXLLM_INLINE Halves nibble_halves(const Nibbles<Zero>& of, const uint8_t* p, int zero) {
+JAXLLM_INLINE Halves nibbles_to_bf16(const Nibbles<Zero>& table, const uint8_t* p, int zero) {
   const __m512i shift = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0x0008000800080008,
                                           0x0008000800080008, 0x000c000c000c000c, 0x000c000c000c000c);
   __m512i index = _mm512_srlv_epi16(_mm512_broadcast_i32x4(load<__m128i>(p)), shift);
   if (Zero)
     index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), _mm512_set1_epi16(int16_t(15 - zero)));
-  return Halves(_mm512_permutexvar_epi16(index, of.table));
+  return Halves(_mm512_permutexvar_epi16(index, table.table));
 }
 
 JAXLLM_INLINE Halves nibble_order(Halves v) {

@@ -12,21 +12,21 @@ JAXLLM_LANES(8);
 constexpr int kRegisters = 16;
 
 JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-JAXLLM_INLINE Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+JAXLLM_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 
-JAXLLM_INLINE float sum(Floats v) {
+JAXLLM_INLINE float reduce_add(Floats v) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-JAXLLM_INLINE float largest(Floats v) {
+JAXLLM_INLINE float reduce_max(Floats v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
-JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+JAXLLM_INLINE void reduce_add4(const Floats (&v)[4], float* out) {
   const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
@@ -77,28 +77,28 @@ JAXLLM_INLINE Ints digit_products(Bytes codes, const int8_t (&digit)[3][2][32]) 
 }
 #endif
 
-JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+JAXLLM_INLINE Ints sum_quads(const Ints (&v)[4]) {
   return Ints(_mm256_hadd_epi32(_mm256_hadd_epi32(__m256i(v[0]), __m256i(v[1])),
                                 _mm256_hadd_epi32(__m256i(v[2]), __m256i(v[3]))));
 }
 
-JAXLLM_INLINE __m256i twice(const uint8_t (&table)[16]) {
+JAXLLM_INLINE __m256i broadcast_table(const uint8_t (&table)[16]) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
-JAXLLM_INLINE Bytes joined(const Sixteen (&part)[2]) {
+JAXLLM_INLINE Bytes concat(const Bytes16 (&part)[2]) {
   return Bytes(_mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[0])), __m128i(part[1]), 1));
 }
-JAXLLM_INLINE Bytes eights(const void* p) {
+JAXLLM_INLINE Bytes load_8_per_16(const void* p) {
   const __m128i all = _mm_loadu_si128(static_cast<const __m128i*>(p));
   return Bytes(_mm256_permute4x64_epi64(_mm256_castsi128_si256(all), 0x50));
 }
-JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
-  return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(place)));
+JAXLLM_INLINE Bytes shuffle_bytes(Bytes from, Bytes index) {
+  return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(index)));
 }
 
 template <int Size, int Count>
-JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* const (&place)[2], int n) {
+JAXLLM_INLINE Bytes shuffle_lanes(const uint8_t* const (&from)[2], const uint8_t* const (&index)[2], int n) {
   __m256i all;
   if constexpr (Size * Count == 4)
     all = _mm256_set1_epi32(load<int32_t>(from[n]));
@@ -106,11 +106,10 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
     all = _mm256_set1_epi64x(load<int64_t>(from[n]));
   else
     all = _mm256_broadcastsi128_si256(load<__m128i>(from[n]));
-  return Bytes(_mm256_shuffle_epi8(all, load<__m256i>(place[n])));
+  return Bytes(_mm256_shuffle_epi8(all, load<__m256i>(index[n])));
 }
 
-// 32 columns of 2:4 bytes: the position of a number is that of its four columns' first, plus how many bits are set
-// before it: its column, less the zeros there.
+// 32 columns of 2:4 int8: the shuffle index of a number is its column less the zeros before it.
 #define JAXLLM_TWO_OF_FOUR
 JAXLLM_INLINE Bytes two_of_four(const uint8_t* mask, const uint8_t* numbers) {
   const __m256i repeat = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -122,25 +121,25 @@ JAXLLM_INLINE Bytes two_of_four(const uint8_t* mask, const uint8_t* numbers) {
   const __m256i one = _mm256_slli_epi32(zero, 8), two = _mm256_slli_epi32(zero, 16),
                 three = _mm256_slli_epi32(zero, 24);
   const __m256i zeros = _mm256_add_epi8(_mm256_add_epi8(one, two), three);
-  const __m256i place = _mm256_or_si256(_mm256_add_epi8(column, zeros), zero);
+  const __m256i index = _mm256_or_si256(_mm256_add_epi8(column, zeros), zero);
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
-  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), place));
+  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), index));
 }
 
 struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   __m256i high, low;
 
   explicit Exponents(int base) {
-    uint8_t up[16], down[16];
+    uint8_t high_bytes[16], low_bytes[16];
     for (int i = 0; i < 16; i++) {
-      up[i] = uint8_t((base + i) >> 1);
-      down[i] = uint8_t((base + i) << 7);
+      high_bytes[i] = uint8_t((base + i) >> 1);
+      low_bytes[i] = uint8_t((base + i) << 7);
     }
-    high = twice(up);
-    low = twice(down);
+    high = broadcast_table(high_bytes);
+    low = broadcast_table(low_bytes);
   }
 
-  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+  JAXLLM_INLINE void decode(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
     const __m256i byte = __m256i(bytes), top = _mm256_set1_epi8(char(128)), at = __m256i(index);
     const __m256i h = _mm256_or_si256(_mm256_and_si256(byte, top), _mm256_shuffle_epi8(high, at));
     const __m256i l = _mm256_or_si256(_mm256_andnot_si256(top, byte), _mm256_shuffle_epi8(low, at));
@@ -149,33 +148,33 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
   }
 };
 
-// The two bytes of a bfloat16 number for each nibble, put together: values 0 and 1 are of the low
-// nibbles of bytes 0 to 7 and 8 to 15 of each half of the register, 2 and 3 of the high ones.
+// Looks up both bytes of each nibble's bfloat16 value: values 0 and 1 are the low nibbles of bytes 0 to 7 and 8 to 15
+// of each half of the register, 2 and 3 the high ones.
 typedef Halves NibbleValue;
 constexpr int nibble_column(int i) {
   return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i % 8 / 2 * 4 + i / 16 % 2 * 2 + i % 2;
 }
-// The bytes of lane l, of the four of a half, to bytes 2 l and 8 + 2 l on.
+// Moves the bytes of lane l (of a half's four) to bytes 2 l and 8 + 2 l on.
 JAXLLM_INLINE __m256i by_lanes(__m256i v) {
   return _mm256_shuffle_epi8(
       v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
 }
 
 template <bool Zero>
-struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
+struct Nibbles {  // with a zero point: of |q - zero|; the sign follows
   __m256i high, low;
 
   Nibbles() {
-    uint8_t up[16], down[16];
+    uint8_t high_bytes[16], low_bytes[16];
     for (int i = 0; i < 16; i++) {
       const float value = float(Zero ? i : i - 8);
       uint32_t bits;
       memcpy(&bits, &value, 4);
-      up[i] = uint8_t(bits >> 24);
-      down[i] = uint8_t(bits >> 16);
+      high_bytes[i] = uint8_t(bits >> 24);
+      low_bytes[i] = uint8_t(bits >> 16);
     }
-    high = twice(up);
-    low = twice(down);
+    high = broadcast_table(high_bytes);
+    low = broadcast_table(low_bytes);
   }
 
   JAXLLM_INLINE void values(Bytes q, Ints zero, Halves (&out)[4]) const {
@@ -185,9 +184,9 @@ struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
     for (int n = 0; n < 2; n++) {
       __m256i at = _mm256_and_si256(n ? _mm256_srli_epi16(byte, 4) : byte, bits), sign = _mm256_setzero_si256();
       if (Zero) {
-        const __m256i less = _mm256_sub_epi8(at, __m256i(zeros));
-        sign = _mm256_and_si256(less, _mm256_set1_epi8(char(128)));
-        at = _mm256_abs_epi8(less);
+        const __m256i difference = _mm256_sub_epi8(at, __m256i(zeros));
+        sign = _mm256_and_si256(difference, _mm256_set1_epi8(char(128)));
+        at = _mm256_abs_epi8(difference);
       }
       const __m256i l = _mm256_shuffle_epi8(low, at);
       __m256i h = _mm256_shuffle_epi8(high, at);
@@ -198,36 +197,37 @@ struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
   }
 };
 
-struct Levels {
+struct Codebook {
   __m256 low, high;
-  explicit Levels(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
-  JAXLLM_INLINE Floats at(Bits index) const {  // by three bits, and the fourth as a sign
+  explicit Codebook(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+  JAXLLM_INLINE Floats lookup(Bits index) const {  // by three bits, and the fourth as a sign
     const __m256i i = __m256i(index);
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
                             _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
   }
 };
 
-struct Spread {
+struct Broadcast {
   static constexpr bool kHalves = false;
-  bool two;
+  bool two_groups;
   __m256i index;
 
-  explicit Spread(int count) : two(count > 1), index(_mm256_setr_epi32(0, 0, 0, 0, two, two, two, two)) {}
+  explicit Broadcast(int count)
+      : two_groups(count > 1), index(_mm256_setr_epi32(0, 0, 0, 0, two_groups, two_groups, two_groups, two_groups)) {}
 
   JAXLLM_INLINE Floats floats(const float* p) const {
-    if (!two) return _mm256_broadcast_ss(p);
-    const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), index);
+    if (!two_groups) return _mm256_broadcast_ss(p);
+    const __m128 scales = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(scales), index);
   }
   template <int Count>
-  JAXLLM_INLINE Floats apart(const uint8_t* p, int bytes) const {
+  JAXLLM_INLINE Floats strided(const uint8_t* p, int bytes) const {
     if constexpr (Count == 1) return _mm256_set1_ps(_cvtsh_ss(load<uint16_t>(p)));
     const int all = load<uint16_t>(p) | load<uint16_t>(p + bytes) << 16;
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128(all))), index);
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
-    const int first = p[0], second = two ? p[1] : first;
+    const int first = p[0], second = two_groups ? p[1] : first;
     return Ints(_mm256_setr_epi32(first, first, first, first, second, second, second, second));
   }
 };

@@ -12,11 +12,11 @@ JAXLLM_LANES(16);
 constexpr int kRegisters = 32;
 
 JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-JAXLLM_INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
-JAXLLM_INLINE float largest(Floats v) { return _mm512_reduce_max_ps(v); }
-JAXLLM_INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+JAXLLM_INLINE float reduce_add(Floats v) { return _mm512_reduce_add_ps(v); }
+JAXLLM_INLINE float reduce_max(Floats v) { return _mm512_reduce_max_ps(v); }
+JAXLLM_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 
-JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+JAXLLM_INLINE void reduce_add4(const Floats (&v)[4], float* out) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
   const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -99,13 +99,13 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
                                    _mm512_maddubs_epi16(__m512i(w2), __m512i(x2))));
 }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
-  const __m512i turned =
+  const __m512i signed_x =
       _mm512_mask_sub_epi8(__m512i(x), _mm512_movepi8_mask(__m512i(w)), _mm512_setzero_si512(), __m512i(x));
-  add_shorts(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(__m512i(w)), turned));
+  add_shorts(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(__m512i(w)), signed_x));
 }
 #endif
 
-JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+JAXLLM_INLINE Ints sum_quads(const Ints (&v)[4]) {
   const auto add = [](auto a, auto b) { return _mm512_add_epi32(a, b); };
   const __m512i a = __m512i(v[0]), b = __m512i(v[1]), c = __m512i(v[2]), d = __m512i(v[3]);
   const __m512i ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
@@ -113,24 +113,24 @@ JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
   return Ints(add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd)));
 }
 
-JAXLLM_INLINE Bytes joined(const Sixteen (&part)[4]) {
+JAXLLM_INLINE Bytes concat(const Bytes16 (&part)[4]) {
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[0])), __m128i(part[1]), 1);
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[2])), __m128i(part[3]), 1);
   return Bytes(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
 }
-JAXLLM_INLINE Bytes eights(const void* p) {
+JAXLLM_INLINE Bytes load_8_per_16(const void* p) {
   const __m256i all = _mm256_loadu_si256(static_cast<const __m256i*>(p));
   return Bytes(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(all)));
 }
-JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
-  return Bytes(_mm512_shuffle_epi8(__m512i(from), __m512i(place)));
+JAXLLM_INLINE Bytes shuffle_bytes(Bytes from, Bytes index) {
+  return Bytes(_mm512_shuffle_epi8(__m512i(from), __m512i(index)));
 }
 
-// The upper half's four numbers (Count) follow the lower half's: place[1] takes them from there.
+// With Count 4, the upper half's numbers follow the lower half's: index[1] starts at 4.
 template <int Size, int Count>
-JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* const (&place)[2], int) {
-  const __m512i places =
-      _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(place[0])), load<__m256i>(place[1]), 1);
+JAXLLM_INLINE Bytes shuffle_lanes(const uint8_t* const (&from)[2], const uint8_t* const (&index)[2], int) {
+  const __m512i indices =
+      _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(index[0])), load<__m256i>(index[1]), 1);
   __m512i all;
   if constexpr (Size == 1)
     all = _mm512_set1_epi64(load<int64_t>(from[0]));
@@ -138,36 +138,36 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
     all = _mm512_broadcast_i32x4(load<__m128i>(from[0]));
   if constexpr (Count == 8 && Size == 1) all = _mm512_mask_set1_epi64(all, 0xf0, load<int64_t>(from[1]));
   if constexpr (Count == 8 && Size == 2) all = _mm512_mask_broadcast_i32x4(all, 0xff00, load<__m128i>(from[1]));
-  return Bytes(_mm512_shuffle_epi8(all, places));
+  return Bytes(_mm512_shuffle_epi8(all, indices));
 }
 // Every AVX-512 expands lanes of 32 bits; VBMI2, on most processors with VNNI, narrower ones. It is detected separately
 // and written in assembly, since no set is compiled for it.
-#define JAXLLM_SPREADS
+#define JAXLLM_EXPAND
 #ifdef __AVX512VNNI__
-#define JAXLLM_SPREADS_HALVES
+#define JAXLLM_EXPAND_HALVES
 #endif
-inline bool spreads(size_t bytes) {
+inline bool has_expand(size_t bytes) {
 #ifdef __AVX512VNNI__
-  static const bool narrow = __builtin_cpu_supports("avx512vbmi2");
-  return narrow || bytes == 4;
+  static const bool has_vbmi2 = __builtin_cpu_supports("avx512vbmi2");
+  return has_vbmi2 || bytes == 4;
 #else
   return bytes == 4;
 #endif
 }
-JAXLLM_INLINE __m512i some(const void* p, bool half) {
+JAXLLM_INLINE __m512i load_partial(const void* p, bool half) {
   return half ? _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p))) : _mm512_loadu_si512(p);
 }
-JAXLLM_INLINE Bytes spread(const uint32_t* p, bool half, uint16_t bits) {
-  return Bytes(_mm512_maskz_expand_epi32(bits, some(p, half)));
+JAXLLM_INLINE Bytes expand(const uint32_t* p, bool half, uint16_t bits) {
+  return Bytes(_mm512_maskz_expand_epi32(bits, load_partial(p, half)));
 }
-JAXLLM_INLINE Bytes spread(const uint16_t* p, bool half, uint32_t bits) {
+JAXLLM_INLINE Bytes expand(const uint16_t* p, bool half, uint32_t bits) {
   __m512i out;
-  asm("vpexpandw %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask32(bits)), "v"(some(p, half)));
+  asm("vpexpandw %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask32(bits)), "v"(load_partial(p, half)));
   return Bytes(out);
 }
-JAXLLM_INLINE Bytes spread(const uint8_t* p, bool half, uint64_t bits) {
+JAXLLM_INLINE Bytes expand(const uint8_t* p, bool half, uint64_t bits) {
   __m512i out;
-  asm("vpexpandb %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask64(bits)), "v"(some(p, half)));
+  asm("vpexpandb %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask64(bits)), "v"(load_partial(p, half)));
   return Bytes(out);
 }
 
@@ -175,16 +175,16 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
   __m512i high, low;
 
   explicit Exponents(int base) {
-    alignas(16) uint8_t up[16], down[16];
+    alignas(16) uint8_t high_bytes[16], low_bytes[16];
     for (int i = 0; i < 16; i++) {
-      up[i] = uint8_t((base + i) >> 1);
-      down[i] = uint8_t((base + i) << 7);
+      high_bytes[i] = uint8_t((base + i) >> 1);
+      low_bytes[i] = uint8_t((base + i) << 7);
     }
-    high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(up)));
-    low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(down)));
+    high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(high_bytes)));
+    low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(low_bytes)));
   }
 
-  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+  JAXLLM_INLINE void decode(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
     const __m512i byte = __m512i(bytes), top = _mm512_set1_epi8(char(128));
     // (byte & 128) | high bits of the exponent; its low bit | (byte & 127)
     const __m512i h = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(high, __m512i(index)), 0xea);
@@ -219,9 +219,9 @@ struct Nibbles {
     if (Zero) shift = __m512i((15 - zero) << 16 | (15 - zero));
     JAXLLM_UNROLL
     for (int n = 0; n < 4; n++) {
-      const __m512i mine = n ? _mm512_srli_epi16(word, 4 * n) : word;
-      __m512i index = mine;  // bits above the fourth are ignored
-      if (Zero) index = _mm512_add_epi16(_mm512_and_si512(mine, _mm512_set1_epi16(15)), shift);
+      const __m512i shifted = n ? _mm512_srli_epi16(word, 4 * n) : word;
+      __m512i index = shifted;  // bits above the fourth are ignored
+      if (Zero) index = _mm512_add_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(15)), shift);
       out[n] = Halves(_mm512_permutexvar_epi16(index, table));
     }
   }
@@ -252,13 +252,13 @@ struct Nibbles {
 };
 #endif
 
-struct Levels {
+struct Codebook {
   __m512 level;
-  explicit Levels(const float* p) : level(_mm512_loadu_ps(p)) {}
-  JAXLLM_INLINE Floats at(Bits index) const { return _mm512_permutexvar_ps(__m512i(index), level); }
+  explicit Codebook(const float* p) : level(_mm512_loadu_ps(p)) {}
+  JAXLLM_INLINE Floats lookup(Bits index) const { return _mm512_permutexvar_ps(__m512i(index), level); }
 };
 
-// 64 columns of Q4_K (super_blocks.h), scaled by tables of the 16 codes' values.
+// 64 columns of Q4_K (k_quants.h), scaled by tables of the 16 codes' values.
 #define JAXLLM_SCALES_NIBBLES
 JAXLLM_INLINE void scaled_nibbles(const uint8_t* p, const float* scale, const float* offset, Floats (&out)[4]) {
   const __m512 code = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -272,26 +272,26 @@ JAXLLM_INLINE void scaled_nibbles(const uint8_t* p, const float* scale, const fl
   }
 }
 
-struct Spread {
+struct Broadcast {
   static constexpr bool kHalves = true;
   __m512i index;
   __mmask8 mask;
 
-  explicit Spread(int count) : mask(__mmask8((1u << count) - 1)) {
+  explicit Broadcast(int count) : mask(__mmask8((1u << count) - 1)) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     index = _mm512_srl_epi32(lane, _mm_cvtsi32_si128(4 - (count > 1) - (count > 2)));
   }
 
   JAXLLM_INLINE Floats floats(const float* p) const {
-    const __m128 some =
+    const __m128 scales =
         mask < 4 ? _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))) : _mm_loadu_ps(p);
-    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(some));
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(scales));
   }
   JAXLLM_INLINE Floats halves(const uint16_t* p) const {
     return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_maskz_loadu_epi16(mask, p))));
   }
   template <int Count>
-  JAXLLM_INLINE Floats apart(const uint8_t* p, int bytes) const {
+  JAXLLM_INLINE Floats strided(const uint8_t* p, int bytes) const {
     uint64_t all = load<uint16_t>(p);
     JAXLLM_UNROLL
     for (int i = 1; i < Count; i++) all |= uint64_t(load<uint16_t>(p + i * bytes)) << (16 * i);

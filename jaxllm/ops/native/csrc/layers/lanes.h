@@ -1,5 +1,4 @@
-// Common to every layer: vectors of N lanes as compiler extensions (of GCC and clang), with lane-wise C++ arithmetic,
-// and functions written in terms of that.
+// Common to every layer: vectors of N lanes as extensions of GCC and clang, with lane-wise C++ arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,8 @@
   typedef uint16_t Words __attribute__((vector_size(2 * N)));  \
   typedef int8_t Signed __attribute__((vector_size(N)))
 
-typedef uint8_t Sixteen __attribute__((vector_size(16)));  // bytes, of any layer
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));  // bytes, of any layer
+typedef uint64_t U64x2 __attribute__((vector_size(16)));
 
 namespace jaxllm {
 namespace {

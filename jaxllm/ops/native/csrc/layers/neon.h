@@ -14,11 +14,11 @@ constexpr int kOffset = 0;
 constexpr int kDigitRows = 0;
 
 JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
-JAXLLM_INLINE Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }
-JAXLLM_INLINE float sum(Floats v) { return vaddvq_f32(v); }
-JAXLLM_INLINE float largest(Floats v) { return vmaxvq_f32(v); }
+JAXLLM_INLINE Floats max(Floats a, Floats b) { return vmaxq_f32(a, b); }
+JAXLLM_INLINE float reduce_add(Floats v) { return vaddvq_f32(v); }
+JAXLLM_INLINE float reduce_max(Floats v) { return vmaxvq_f32(v); }
 
-JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+JAXLLM_INLINE void reduce_add4(const Floats (&v)[4], float* out) {
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
 }
 
@@ -66,19 +66,21 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
 }
 JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 
-JAXLLM_INLINE Ints sums_of_sixteens(const Ints (&v)[4]) {
+JAXLLM_INLINE Ints sum_quads(const Ints (&v)[4]) {
   return Ints(vpaddq_s32(vpaddq_s32(int32x4_t(v[0]), int32x4_t(v[1])), vpaddq_s32(int32x4_t(v[2]), int32x4_t(v[3]))));
 }
 
-JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
-JAXLLM_INLINE Bytes eights(const void* p) {
+JAXLLM_INLINE Bytes concat(const Bytes16 (&part)[1]) { return part[0]; }
+JAXLLM_INLINE Bytes load_8_per_16(const void* p) {
   const uint8x8_t all = vld1_u8(static_cast<const uint8_t*>(p));
   return Bytes(vcombine_u8(all, all));
 }
-JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) { return Bytes(vqtbl1q_u8(uint8x16_t(from), uint8x16_t(place))); }
+JAXLLM_INLINE Bytes shuffle_bytes(Bytes from, Bytes index) {
+  return Bytes(vqtbl1q_u8(uint8x16_t(from), uint8x16_t(index)));
+}
 
 template <int Size, int Count>
-JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* const (&place)[2], int n) {
+JAXLLM_INLINE Bytes shuffle_lanes(const uint8_t* const (&from)[2], const uint8_t* const (&index)[2], int n) {
   uint8x16_t all;
   if constexpr (Size * Count == 4)
     all = vreinterpretq_u8_u32(vdupq_n_u32(load<uint32_t>(from[n / 2])));
@@ -86,23 +88,23 @@ JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* con
     all = vcombine_u8(vld1_u8(from[n / 2]), vdup_n_u8(0));
   else
     all = vld1q_u8(from[n / 2]);
-  return Bytes(vqtbl1q_u8(all, vld1q_u8(place[n / 2] + n % 2 * 16)));
+  return Bytes(vqtbl1q_u8(all, vld1q_u8(index[n / 2] + n % 2 * 16)));
 }
 
 struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   uint8x16_t high, low;
 
   explicit Exponents(int base) {
-    uint8_t up[16], down[16];
+    uint8_t high_bytes[16], low_bytes[16];
     for (int i = 0; i < 16; i++) {
-      up[i] = uint8_t((base + i) >> 1);
-      down[i] = uint8_t((base + i) << 7);
+      high_bytes[i] = uint8_t((base + i) >> 1);
+      low_bytes[i] = uint8_t((base + i) << 7);
     }
-    high = vld1q_u8(up);
-    low = vld1q_u8(down);
+    high = vld1q_u8(high_bytes);
+    low = vld1q_u8(low_bytes);
   }
 
-  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+  JAXLLM_INLINE void decode(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
     const uint8x16_t top = vdupq_n_u8(128), byte = uint8x16_t(bytes), at = uint8x16_t(index);
     const uint8x16_t h = vbslq_u8(top, byte, vqtbl1q_u8(high, at)), l = vbslq_u8(top, vqtbl1q_u8(low, at), byte);
     first = Halves(vreinterpretq_u16_u8(vzip1q_u8(l, h)));
@@ -110,26 +112,26 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
   }
 };
 
-// The two bytes of a bfloat16 number for each nibble, put together in order.
+// Looks up both bytes of each nibble's bfloat16 value, in column order.
 typedef Halves NibbleValue;
 constexpr int nibble_column(int i) { return i; }
 
 template <bool Zero>
-struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than what it is less that
+struct Nibbles {  // tables of q - 8, or with a zero point of q - zero, by 15 + q - zero
   uint8x16x2_t high, low;
 
   Nibbles() {
-    uint8_t up[32], down[32];
+    uint8_t high_bytes[32], low_bytes[32];
     for (int i = 0; i < 32; i++) {
       const float value = float(Zero ? i - 15 : i % 16 - 8);
       uint32_t bits;
       memcpy(&bits, &value, 4);
-      up[i] = uint8_t(bits >> 24);
-      down[i] = uint8_t(bits >> 16);
+      high_bytes[i] = uint8_t(bits >> 24);
+      low_bytes[i] = uint8_t(bits >> 16);
     }
     for (int i = 0; i < 2; i++) {
-      high.val[i] = vld1q_u8(up + 16 * i);
-      low.val[i] = vld1q_u8(down + 16 * i);
+      high.val[i] = vld1q_u8(high_bytes + 16 * i);
+      low.val[i] = vld1q_u8(low_bytes + 16 * i);
     }
   }
 
@@ -150,20 +152,20 @@ struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than wha
   }
 };
 
-struct Levels {
+struct Codebook {
   uint8x16x4_t table;
-  explicit Levels(const float* p) : table(load<uint8x16x4_t>(p)) {}
-  JAXLLM_INLINE Floats at(Bits index) const {  // by bytes: four for each level
+  explicit Codebook(const float* p) : table(load<uint8x16x4_t>(p)) {}
+  JAXLLM_INLINE Floats lookup(Bits index) const {  // by bytes: four for each level
     return Floats(vqtbl4q_u8(table, uint8x16_t((index & 15) * 0x04040404 + 0x03020100)));
   }
 };
 
-struct Spread {  // a register never spans groups
+struct Broadcast {  // a register never spans groups
   static constexpr bool kHalves = false;
-  explicit Spread(int) {}
+  explicit Broadcast(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
   template <int Count>
-  JAXLLM_INLINE Floats apart(const uint8_t* p, int) const {
+  JAXLLM_INLINE Floats strided(const uint8_t* p, int) const {
     return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load<uint16_t>(p))));
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints(vdupq_n_s32(*p)); }

@@ -1,5 +1,5 @@
 // The table of instruction sets. Each CPU feature is tested separately.
-#include "sets.h"
+#include "isa_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -54,9 +54,9 @@ bool has_arm([[maybe_unused]] int word, [[maybe_unused]] int bit, [[maybe_unused
 #if defined(__linux__)
   return getauxval(word ? AT_HWCAP2 : AT_HWCAP) >> bit & 1;
 #elif defined(__APPLE__)
-  int found = 0;
-  size_t size = sizeof found;
-  return !sysctlbyname(name, &found, &size, nullptr, 0) && found;
+  int supported = 0;
+  size_t size = sizeof supported;
+  return !sysctlbyname(name, &supported, &size, nullptr, 0) && supported;
 #else
   return false;
 #endif
@@ -65,7 +65,7 @@ bool has_arm([[maybe_unused]] int word, [[maybe_unused]] int bit, [[maybe_unused
 bool has_dot() { return has_arm(0, 20, "hw.optional.arm.FEAT_DotProd"); }
 #endif
 
-const Set kSets[] = {
+const Isa kIsas[] = {
 #ifdef JAXLLM_PORTABLE
     {"portable", portable_kernels, always},
 #endif
@@ -100,14 +100,14 @@ const Set kSets[] = {
 
 }  // namespace
 
-std::vector<Set> available_sets() {
+std::vector<Isa> available_isas() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #endif
-  std::vector<Set> found;
-  for (const Set& set : kSets)
-    if (set.there()) found.push_back(set);
-  return found;
+  std::vector<Isa> supported;
+  for (const Isa& isa : kIsas)
+    if (isa.is_supported()) supported.push_back(isa);
+  return supported;
 }
 
 }  // namespace jaxllm

@@ -181,7 +181,7 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     end_B = cache.next_position_B
     stop_B = end_B if stop is None else _to_int32("stop", stop, cache.batch)
     by_B = _to_int32("by", by, cache.batch)
-    alike = all(np.ndim(x) == 0 for x in (by, start, 0 if stop is None else stop))
+    is_uniform = all(np.ndim(x) == 0 for x in (by, start, 0 if stop is None else stop))
     moved = []
     for segment in cache.segments:
         inside = _range_mask(
@@ -189,7 +189,7 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
         )
         moved.append(segment.position_BS + jnp.where(inside, _to_column(by_B), 0))
     next_B = end_B + jnp.where((stop_B >= end_B) & (jnp.asarray(start) < end_B), by_B, 0)
-    return _move_tokens(cache, moved, next_B, alike)
+    return _move_tokens(cache, moved, next_B, is_uniform)
 
 
 def close_gaps(cache: KVCache) -> KVCache:
@@ -307,12 +307,12 @@ Ropes = tuple[Rope | None, ...]  # one per layer of an array of keys
 
 def rerotate_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes, head_dim: int) -> jax.Array:
     """Rotate each layer's heads of an array of keys by its own rotary settings; float32."""
-    whole = x_BSKH = x_BSKH.astype(jnp.float32)
+    rotated = x_BSKH = x_BSKH.astype(jnp.float32)
     for rope in dict.fromkeys(rope for rope in ropes if rope is not None):
         own_K = np.repeat([rope == one for one in ropes], x_BSKH.shape[2] // len(ropes))
         turned = rerotate(x_BSKH, by_BS, rope, head_dim=head_dim)
-        whole = turned if own_K.all() else jnp.where(own_K[None, None, :, None], turned, whole)
-    return whole
+        rotated = turned if own_K.all() else jnp.where(own_K[None, None, :, None], turned, rotated)
+    return rotated
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -322,9 +322,9 @@ def rerotate_keys(
     def rotate_array(k: Entries, ropes: Ropes) -> Entries:
         if not any(ropes):
             return k
-        whole = dequantize(k)
-        new = cast(rerotate_heads(whole, by_BS, ropes, head_dim), k.dtype)
-        turns_K = np.repeat([rope is not None for rope in ropes], whole.shape[2] // len(ropes))
+        k_float = dequantize(k)
+        new = cast(rerotate_heads(k_float, by_BS, ropes, head_dim), k.dtype)
+        turns_K = np.repeat([rope is not None for rope in ropes], k_float.shape[2] // len(ropes))
         moved_BSK = (by_BS != 0)[:, :, None] & turns_K[None, None]
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -373,10 +373,10 @@ def _check_positions(before: KVCache, after: KVCache) -> None:
     if not _is_concrete(position_BS):
         return
     live = to_host(before.position_BS) >= 0
-    there = to_host(position_BS)[live]
+    positions = to_host(position_BS)[live]
     limit = after.config.position_limit
-    if there.size and (there.min() < 0 or there.max() >= limit):
-        wrong = there.min() if there.min() < 0 else there.max()
+    if positions.size and (positions.min() < 0 or positions.max() >= limit):
+        wrong = positions.min() if positions.min() < 0 else positions.max()
         raise TokenError(f"a token would move to {wrong}; positions run from 0 to {limit - 1}")
     _check_distinct(position_BS)
 

@@ -26,7 +26,7 @@ from jaxllm.weights.types.base import (
 NAME = "bf16-packed"
 
 
-class PackedBf16(WeightBase, struct.PyTreeNode):
+class PackedBf16Weight(WeightBase, struct.PyTreeNode):
     """bfloat16 in 12 bits, losslessly: sign and mantissa in a byte, the exponent in four bits.
 
     The four bits select one of 16 consecutive exponents, `base` to `base + 15`, chosen to cover as
@@ -77,15 +77,15 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
         return self.to_dense()
 
     def native_matrix(self) -> native.Matrix:
-        return native.Matrix(native.Kind.PACKED, jax.tree.leaves(self))
+        return native.Matrix(native.Kind.PACKED_BF16, jax.tree.leaves(self))
 
-    def with_rows(self, index: np.ndarray) -> "PackedBf16":
+    def with_rows(self, index: np.ndarray) -> "PackedBf16Weight":
         return PackedBf16Format().quantize(self.to_dense()[..., index, :])
 
-    def with_columns(self, begin: int, end: int) -> "PackedBf16":
+    def with_columns(self, begin: int, end: int) -> "PackedBf16Weight":
         return PackedBf16Format().quantize(self.to_dense()[..., begin:end])
 
-    def concatenate(self, appended: Sequence["PackedBf16"], axis: int) -> "PackedBf16":
+    def concatenate(self, appended: Sequence["PackedBf16Weight"], axis: int) -> "PackedBf16Weight":
         return PackedBf16Format().quantize(
             jnp.concatenate([x.to_dense() for x in (self, *appended)], axis=axis - 2)
         )
@@ -113,12 +113,12 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class PackedBf16Format(Format):
-    """The format of `PackedBf16`."""
+    """The format of `PackedBf16Weight`."""
 
     name = NAME
     lossless_dtype = "bfloat16"
 
-    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16Weight:
         return pack_bf16(shape, blocks)
 
     def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
@@ -131,10 +131,10 @@ class PackedBf16Format(Format):
             ".escape_value": ((None,), DTYPES["bfloat16"]),
         }
 
-    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> PackedBf16:
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> PackedBf16Weight:
         widest = int(np.diff(np.asarray(arrays[".escape_begin"])).max(initial=0))
         fields = {key.removeprefix("."): value for key, value in arrays.items()}
-        return PackedBf16(**fields, columns=shape[-1], max_escapes=widest)
+        return PackedBf16Weight(**fields, columns=shape[-1], max_escapes=widest)
 
     def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
@@ -164,7 +164,7 @@ def parse(name: str) -> PackedBf16Format | None:
     return PackedBf16Format() if name == NAME else None
 
 
-def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
+def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16Weight:
     """Pack bfloat16 weights `[..., O, I]` from blocks of rows, which are read twice.
 
     Raises:
@@ -200,7 +200,7 @@ def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
         ".escape_column": np.concatenate([np.zeros(0, np.int32), *column]),
         ".escape_value": np.concatenate([np.zeros(0, jnp.bfloat16), *value]),
     }
-    return PackedBf16(
+    return PackedBf16Weight(
         **{name.removeprefix("."): array for name, array in to_device(arrays).items()},
         columns=columns,
         max_escapes=int(counts.max()),
@@ -234,7 +234,7 @@ def _count_exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
 def _split_bits(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return sign and mantissa `[O, I']`, exponent less base `[O, I'']`, and which escape `[O, I]`.
 
-    All are in column order (see `PackedBf16`).
+    All are in column order (see `PackedBf16Weight`).
     """
     columns = weight_OI.shape[1]
     bits = jax.lax.bitcast_convert_type(weight_OI, jnp.uint16)
@@ -250,7 +250,7 @@ def _split_bits(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _interleave(byte_OI: np.ndarray) -> np.ndarray:
-    """Put a byte for each column in the order of `PackedBf16`; eight bytes move as one number."""
+    """Put a byte for each column in the order of `PackedBf16Weight`; 8 bytes move as one number."""
     eight = byte_OI.view(np.uint64).reshape(len(byte_OI), -1, 2, 4).swapaxes(2, 3)
     return np.ascontiguousarray(eight).reshape(len(byte_OI), -1).view(np.uint8)
 
