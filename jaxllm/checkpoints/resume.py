@@ -133,12 +133,15 @@ class TensorStore:
         formats = {name: (leaf.format, list(leaf.shape)) for name, leaf in leaves.items()}
         _write(self.path(key), tensors, PartHeader(self.digest, formats, dict(facts or {})))
 
-    def put_arrays(
-        self, key: str, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
-    ) -> None:
-        """Save arrays of any dtype, which `open_tensors` returns, as `put` saves parameters."""
+    def put_arrays(self, key: str, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Save arrays of any dtype or lazy tensors, which `open_tensors` returns, as `put` saves
+        parameters.
+        """
         if self.directory is not None:
-            tensors = {name: LazyTensor.from_array(array) for name, array in arrays.items()}
+            tensors = {
+                name: x if isinstance(x, LazyTensor) else LazyTensor.from_array(np.asarray(x))
+                for name, x in arrays.items()
+            }
             _write(self.path(key), tensors, PartHeader(self.digest, {}, dict(facts)))
 
     def move(self, key: str, new_key: str) -> bool:

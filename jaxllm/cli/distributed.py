@@ -1,7 +1,6 @@
 """`jaxllm --distributed`: one command in several processes, with one model on all devices."""
 
 import os
-import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -62,29 +61,19 @@ def enter_group(
     different versions, environments or commands.
     """
     group = multihost.parse_group(address, process_count, process_index)
-    command = _resolve_command(command, arguments)
-    if command not in COMMANDS:
-        why = f"; {command} {SINGLE_PROCESS[command]}" if command in SINGLE_PROCESS else ""
-        raise ConfigError(
-            f"--distributed does not support {command}, only {', '.join(COMMANDS)}{why}"
-        )
+    given = [] if command is None else arguments[arguments.index(command) :]
+    name = " ".join(given[:2]) if command == "train" else command
+    if name not in COMMANDS:
+        why = f"; {name} {SINGLE_PROCESS[name]}" if name in SINGLE_PROCESS else ""
+        raise ConfigError(f"--distributed does not support {name}, only {', '.join(COMMANDS)}{why}")
     if not signals.is_supervised():
         return supervisor.run_supervised(arguments, group)
     multihost.join_group(group)
-    multihost.check_processes_agree(_collect_facts(arguments))
+    multihost.check_processes_agree(_collect_facts(given))
     return None
 
 
-def _resolve_command(command: str | None, arguments: Sequence[str]) -> str | None:
-    """Return a command with its subcommand, if it has any: "train lora"."""
-    known = {name.partition(" ")[0] for name in COMMANDS if " " in name}
-    if command not in known:
-        return command
-    after = arguments[arguments.index(command) + 1 :]
-    return " ".join([command, *after[:1]])
-
-
-def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
+def _collect_facts(command: Sequence[str]) -> dict[str, Any]:
     """Return all that determines a run besides files; it must be equal in all processes."""
     import jax
 
@@ -99,14 +88,5 @@ def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "kernels": native.isa() if native.is_enabled() else "none",
         "environment": switches,
-        "command": " ".join(drop_process_option(arguments)),
+        "command": " ".join(command),
     }
-
-
-def drop_process_option(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without --process, in which processes differ."""
-    shared: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before != "--process" and not re.match(r"--process(=|$)", argument):
-            shared.append(argument)
-    return shared

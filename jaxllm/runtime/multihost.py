@@ -217,12 +217,13 @@ def broadcast_array(x: Any) -> Any:
     """
     import numpy as np
 
-    mine = np.ascontiguousarray(x)
+    mine = np.asarray(x)
     if not is_multiprocess():
         return mine
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    bits = np.asarray(broadcast_one_to_all(mine.reshape(-1).view(np.uint8)))
+    sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+    bits = np.asarray(broadcast_one_to_all(sent))
     return bits.view(mine.dtype).reshape(mine.shape)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from jaxllm.runtime import signals
@@ -21,13 +22,9 @@ def bytes_bar(
 
     show: None shows the bar if stderr is a terminal or a person watches a notebook.
     """
-    if not _is_shown(show):
-        yield lambda _: None
-        return
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
-    with _bar(description, total, DownloadColumn(), TransferSpeedColumn()) as advance:
-        yield advance
+    columns = "DownloadColumn", "TransferSpeedColumn"
+    with _bar(description, total, show, columns) as update:
+        yield lambda count: update(advance=count)
 
 
 @contextmanager
@@ -35,13 +32,8 @@ def steps_bar(
     description: str, total: int, show: bool | None = None
 ) -> Iterator[Callable[[], None]]:
     """Show a bar over `total` steps; yield a function that advances it by one."""
-    if not _is_shown(show):
-        yield lambda: None
-        return
-    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
-
-    with _bar(description, total, MofNCompleteColumn(), TimeRemainingColumn()) as advance:
-        yield lambda: advance(1)
+    with _bar(description, total, show, _STEPS) as update:
+        yield lambda: update(advance=1)
 
 
 @contextmanager
@@ -51,14 +43,11 @@ def status_bar(
     """Show a bar over `total` steps, starting at `done`; yield a function that sets the number of
     finished steps and the text next to the bar.
     """
-    if not _is_shown(show):
-        yield lambda *_: None
-        return
-    from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    with _bar(description, total, show, _STEPS, completed=done, note="") as update:
+        yield lambda done, note: update(completed=done, note=note)
 
-    columns = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
-    with _progress(description, total, *columns, completed=done, note="") as (progress, task):
-        yield lambda done, note: progress.update(task, completed=done, note=note)
+
+_STEPS = "MofNCompleteColumn", "TimeRemainingColumn"  # of rich, which is imported for a bar only
 
 
 def _is_shown(show: bool | None) -> bool:
@@ -104,17 +93,15 @@ class _Cell(io.StringIO):
 
 
 @contextmanager
-def _bar(description: str, total: int, *columns: Any) -> Iterator[Callable[[int], None]]:
-    with _progress(description, total, *columns) as (progress, task):
-        yield lambda n: progress.advance(task, n)
-
-
-@contextmanager
-def _progress(
-    description: str, total: int, *columns: Any, **fields: Any
-) -> Iterator[tuple[Any, Any]]:
+def _bar(
+    description: str, total: int, show: bool | None, columns: tuple[str, ...], **fields: Any
+) -> Iterator[Callable[..., None]]:
+    """Show a bar with columns of rich, and a text if there is a field `note`; yield its update."""
+    if not _is_shown(show):
+        yield lambda **_: None
+        return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
 
     cell = _is_notebook()
     console = (
@@ -124,14 +111,16 @@ def _progress(
         if cell
         else Console(stderr=True)
     )
+    made = [getattr(bars, name)() for name in columns]
     # On a terminal and in a notebook the finished bar disappears; in a log its last state stays.
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
+    with bars.Progress(
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        *made,
+        *[bars.TextColumn("{task.fields[note]}")] * ("note" in fields),
         console=console,
         transient=console.is_terminal,
         redirect_stdout=not cell,
         redirect_stderr=not cell,
     ) as progress:
-        yield progress, progress.add_task(description, total=total, **fields)
+        yield partial(progress.update, progress.add_task(description, total=total, **fields))

@@ -22,11 +22,16 @@ from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
 from jaxllm.runtime.progress import status_bar
 from jaxllm.sharding.sharded_model import check_rows
-from jaxllm.train.checkpointing import StateStore, collect_settings, differences, open_store
+from jaxllm.train.checkpointing import (
+    StateLayout,
+    StateStore,
+    collect_settings,
+    differences,
+    open_store,
+)
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
 from jaxllm.train.settings import TrainPlan
-from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Metrics, Setup, TrainState, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params
 

@@ -241,8 +241,12 @@ def compile_fsdp(mesh: str, path: str, rows: int, length: int) -> list[int]:
 
 def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[int]:
     """Return a device's temporary bytes and sent bytes, each with all logits and in training."""
+    import jax
+    import numpy as np
+
+    import jaxllm
+    from jaxllm import models
     from jaxllm.sharding.collective_stats import count_collectives
-    from jaxllm.train.distill.student_init import init_params
     from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 
     def gather_and_score(
@@ -252,7 +256,8 @@ def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[i
         return LossOutput(*cross_entropy(logits, rows.label_BT))
 
     model, sizes = make_small_llama(mesh, length, vocabulary, 64, 192, 8, 8), []
-    params = model.shard(init_params(model.config, 0))
+    shapes = jaxllm.param_shapes(models.build(model.config))
+    params = model.shard(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes))
     for objective in (gather_and_score, NextToken()):
         _, step = compile_step(model, params, objective, rows, length)
         stats = count_collectives(step.as_text())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from jaxllm.cli import COMMANDS, distributed, train
-from jaxllm.cli.distributed import drop_process_option
 from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost, supervisor
 from jaxllm.runtime.multihost import Group, describe_differences, parse_group
@@ -109,17 +108,6 @@ def test_single_process_needs_no_communication() -> None:
     assert multihost.broadcast_arrays(lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
     assert multihost.all_gather_objects([1, "a"]) == [[1, "a"]]
     multihost.check_processes_agree({"anything": object()})
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--distributed", AT, "--process", "1", "generate", "-p", "x"],
-        ["--distributed", AT, "--process=1", "generate", "-p", "x"],
-    ],
-)
-def test_drop_process_option_removes_process_index(arguments: list[str]) -> None:
-    assert drop_process_option(arguments) == ["--distributed", AT, "generate", "-p", "x"]
 
 
 JOIN = "RPC: /xla.coordination.CoordinationService/RegisterTask"  # as in jaxlib's messages

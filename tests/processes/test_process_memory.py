@@ -70,7 +70,7 @@ from jaxllm.train import jobs
 from jaxllm.train.checkpointing import StateStore
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.step import Setup, init_state
 from jaxllm.train.partition import partition
 

@@ -10,11 +10,11 @@ import jaxllm
 from jaxllm.adapters import LoraConfig, init_adapter, make_attacher
 from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.mesh_spec import parse_mesh
+from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, partition
-from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Metrics, Setup, init_state, train_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision

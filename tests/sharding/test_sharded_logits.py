@@ -15,12 +15,12 @@ from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.sharding import ShardedModel
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import build_mesh, parse_mesh
+from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.train.objective import NextToken, ScheduledLoss
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, combine, partition
-from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.precision import Precision
 from tests.sharding.tiny_models import load_weights, make_model, shard_model

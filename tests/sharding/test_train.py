@@ -19,12 +19,12 @@ from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.train import loop
+from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.loop import TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, combine, partition
-from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision

@@ -1,6 +1,9 @@
 """Quantization-aware training: gradients equal PyTorch, converted integers equal training."""
 
 import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,21 +13,23 @@ import pytest
 import torch
 
 import jaxllm
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
-from jaxllm.train.qat.job import convert, prepare
+from jaxllm.train.qat.job import convert, prepare, qat
 from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams, fake_quantize
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
-from jaxllm.weights.formats import as_format, parse_format
+from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import linear, round_to_int8
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.int_weight import IntWeight
 from tests.compress.models import same
+from tests.conftest import Run
 from tests.tiny_models import random_model, tokens
 
 # One model with every format; the same rules fit both families.
@@ -278,3 +283,36 @@ def test_qat_training_halves_initial_loss() -> None:
     last = eval_step(state.trained, rest, None, rows, key, setup=setup)
     # Log-probabilities near 0 keep the absolute rounding error of the logits.
     np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5, atol=1e-6)
+
+
+TEXT = "Lily saw a red ball. Her cat Max ran to the ball and she laughed. " * 12
+
+
+def test_train_qat_writes_integer_checkpoint(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The result has the formats of the rules and records its recipe."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    rules = [[r"layers\.0\.mlp\..*", "int3-g32"], [r"layers\.1\.mlp\.up_proj", "int8"]]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    out = tmp_path / "small"
+    status, printed, err = run(
+        "train", "qat", shallow("llama"), out, "--data", tmp_path / "text.txt",
+        "--rules", tmp_path / "rules.json", "--steps", 2, "--batch-size", 1, "--length", 32,
+        "--eval-split", 0, "--learned-scales",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "loss" in printed
+    loaded = jaxllm.load(out)
+    formats = {path: weight_format(leaf) for path, leaf in flatten(loaded.params)}
+    assert formats["layers.0.mlp.up_proj.weight"] == "int3-g32"
+    assert formats["layers.1.mlp.up_proj.weight"] == "int8"
+    assert formats["layers.1.mlp.down_proj.weight"] == "float32"
+    assert open_checkpoint(out).recipe == ("train: qat by rules",)
+    assert not out.with_name("small.parts").exists()
+
+
+def test_qat_refuses_input_scales_without_observed_ranges(shallow: Callable[[str], Path]) -> None:
+    lm = jaxllm.load(shallow("llama"), dtype="float32")
+    with pytest.raises(ConfigError, match="needs observed input ranges"):
+        qat(lm, "int8", learn_input_scales=True)

@@ -13,11 +13,16 @@ import transformers
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError, TokenError
 from jaxllm.text import ChatTemplate, Tokenizer
-from jaxllm.train.data.conversations import assistant_spans, encode_conversation
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import Examples
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.data.sources import TextEncoder, from_texts, read_examples
+from jaxllm.train.data.sources import (
+    TextEncoder,
+    assistant_spans,
+    encode_conversation,
+    from_texts,
+    read_examples,
+)
 
 TOKENIZER = Tokenizer.from_directory(DEMO_DIR / "llama")
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
@@ -186,7 +191,7 @@ def test_long_jsonl_text_is_encoded_in_pieces(
     found = read_examples(write_lines(tmp_path, {"text": text}), ENCODER)
     np.testing.assert_array_equal(found.token_N, expected.token_N)
     assert max(sizes) <= 2 * 64
-    monkeypatch.setattr("jaxllm.train.data.conversations.MAX_CHARS", 64)
+    monkeypatch.setattr("jaxllm.train.data.sources.MAX_CHARS", 64)
     turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": text}]
     for line in ({"prompt": "Tell", "completion": text}, {"messages": turns}):
         with pytest.raises(TokenError, match=r"line 1: .* must have at most 64 characters: got"):

@@ -1,8 +1,7 @@
 """Knowledge distillation: a small student learns from a large teacher.
 
-losses: divergences between distributions, of the whole vocabulary or the top-k tokens, and the
-objectives of a step. feature_loss: the loss of hidden states. cached_logits: a teacher's outputs on
-disk. on_policy: on-policy rows that the student generates. sequence_kd: texts that the teacher
-generates. student_init: random initialization of a student. job: the options, and the training
+losses: divergences between distributions, of the whole vocabulary or the top-k tokens, the distance
+of hidden states, and the objectives of a step. teacher: a teacher's outputs on disk. on_policy:
+rows that the student generates. sequence_kd: texts that the teacher generates. job: the training
 job.
 """

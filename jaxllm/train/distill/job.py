@@ -13,16 +13,18 @@ from jaxllm.lm import LM
 from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Data
-from jaxllm.train.distill.cached_logits import RecordedData, record_teacher
-from jaxllm.train.distill.feature_loss import (
+from jaxllm.train.distill.losses import (
     PARAMS_KEY,
+    DistillLossConfig,
     HiddenLossConfig,
+    OnlineTeacherLoss,
+    RecordedTeacherLoss,
     even_pairs,
     remove_projections,
     with_projections,
 )
-from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss, RecordedTeacherLoss
 from jaxllm.train.distill.on_policy import OnPolicySampler
+from jaxllm.train.distill.teacher import RecordedTeacher, record_teacher
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken
 from jaxllm.train.settings import Distillation
@@ -75,8 +77,8 @@ def distill(
         if directory is None:
             raise ConfigError("top_k records the teacher's outputs on disk: give a directory")
 
-        def record(data: Data, part: str) -> RecordedData:
-            outputs = record_teacher(
+        def record(data: Data, part: str) -> RecordedTeacher:
+            return record_teacher(
                 directory / part,
                 teacher.model,
                 teacher.params,
@@ -86,7 +88,6 @@ def distill(
                 size=size,
                 show_progress=show_progress,
             )
-            return RecordedData(data, outputs)
 
         return dataclasses.replace(
             job,

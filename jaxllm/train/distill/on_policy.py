@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.sampling.truncation import Temperature
 from jaxllm.runtime.multihost import to_host
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill.feature_loss import remove_projections
+from jaxllm.train.distill.losses import remove_projections
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -43,14 +42,6 @@ class OnPolicySampler:
     new_tokens: int = 128
     temperature: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fraction <= 1:
-            raise ConfigError(f"the on-policy share must be 0 to 1, got {self.fraction}")
-        if self.prompt_tokens < 1 or self.new_tokens < 1:
-            raise ConfigError("prompt and new tokens of on-policy rows must be at least 1")
-        if not self.temperature > 0:
-            raise ConfigError(f"the temperature must be above 0, got {self.temperature}")
 
     def is_on_policy(self, key: jax.Array) -> bool:
         """Return whether the step with this key is on-policy."""

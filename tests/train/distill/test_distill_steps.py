@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill.feature_loss import HiddenLossConfig
-from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
+from jaxllm.train.distill.losses import DistillLossConfig, HiddenLossConfig, OnlineTeacherLoss
 from jaxllm.train.distill.on_policy import OnPolicySampler, prompt_lengths
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
@@ -133,9 +131,7 @@ def test_on_policy_sampler_continues_row_prompts() -> None:
 
 
 def test_on_policy_sampler_applies_to_given_fraction() -> None:
-    """The sampler is used for the given fraction of step keys, leaves the rows unchanged otherwise,
-    and refuses invalid fractions.
-    """
+    """The sampler is used for the given fraction of steps; else the rows stay."""
     model = MODEL
     keys = list(jax.random.split(KEY, 40))
     half = OnPolicySampler(model, 0.5)
@@ -144,10 +140,6 @@ def test_on_policy_sampler_applies_to_given_fraction() -> None:
     assert all(OnPolicySampler(model, 1.0).is_on_policy(key) for key in keys)
     rows = rows_of()
     assert OnPolicySampler(model, 0.0)({}, rows, KEY) is rows
-    with pytest.raises(ConfigError, match=r"share must be 0 to 1, got 1\.5"):
-        OnPolicySampler(model, 1.5)
-    with pytest.raises(ConfigError, match="temperature must be above 0"):
-        OnPolicySampler(model, 1.0, temperature=0.0)
 
 
 class Texts:

@@ -14,17 +14,18 @@ from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
-from jaxllm.train.distill.feature_loss import PARAMS_KEY, HiddenLossConfig
 from jaxllm.train.distill.job import Distillation, distill, extract_student
 from jaxllm.train.distill.losses import (
+    PARAMS_KEY,
     DistillLossConfig,
     DistillRows,
+    HiddenLossConfig,
     OnlineTeacherLoss,
     RecordedTeacherLoss,
 )
 from jaxllm.train.distill.on_policy import OnPolicySampler
-from jaxllm.train.distill.student_init import from_config
 from jaxllm.train.objective import NextToken
+from tests.compress.models import tiny
 
 IDS = np.random.default_rng(0).integers(3, 1000, (6, 9))
 DATA = Dataset(from_ids(IDS), 8, 2)
@@ -65,10 +66,9 @@ def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
 
 
 def test_projections_are_trained_and_not_saved(teacher: LM, student: LM) -> None:
-    config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
-    narrow = from_config(teacher, config, 0)
+    narrow = dataclasses.replace(tiny("llama", vocab_size=1536), tokenizer=teacher.tokenizer)
     found = distill(teacher, narrow, DATA, Distillation(hidden="mse"))
-    assert found.params[PARAMS_KEY]["1"]["weight"].shape == (128, 64)
+    assert found.params[PARAMS_KEY]["1"]["weight"].shape == (128, narrow.config.hidden_size)
     assert PARAMS_KEY not in extract_student(narrow, found.params).params
 
 

@@ -10,8 +10,8 @@ import torch
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill import cached_logits
-from jaxllm.train.distill.cached_logits import RecordedData, TeacherRecord, record_teacher
+from jaxllm.train.distill import teacher
+from jaxllm.train.distill.teacher import RecordedTeacher, record_teacher
 from tests.tiny_models import VOCAB
 from tests.train.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 
@@ -45,7 +45,7 @@ class Texts:
                                         rows.document_BT)))  # fmt: skip
 
 
-def make_record(folder: Path, data: Any, **changes: Any) -> TeacherRecord:
+def make_record(folder: Path, data: Any, **changes: Any) -> RecordedTeacher:
     options = {"k": 5, "temperature": 2.0, "size": VOCAB, **changes}
     return record_teacher(folder, MODEL, PARAMS, data, **options)
 
@@ -54,7 +54,7 @@ def test_record_holds_teacher_topk_per_row(tmp_path: Path) -> None:
     """In both row orders, the record equals the top k of torch's log-softmax; a row without record
     is refused.
     """
-    data = RecordedData(Texts(), make_record(tmp_path / "record", Texts()))
+    data = make_record(tmp_path / "record", Texts())
     for number in (0, 2, 4):
         rows = data.batch(number)
         p = torch.log_softmax(torch.tensor(np.asarray(compute_logits(MODEL, PARAMS, rows))) / 2, -1)
@@ -66,21 +66,21 @@ def test_record_holds_teacher_topk_per_row(tmp_path: Path) -> None:
             np.testing.assert_array_equal(rows.teacher.token_BTk[row], token[row].numpy())
             logprob = rows.teacher.logprob_BTL[row].astype(np.float32)
             np.testing.assert_allclose(logprob[:, :5], top[row].numpy(), rtol=2e-3)
-    assert data.digest != RecordedData(data.data, make_record(tmp_path / "k3", Texts(), k=3)).digest
+    assert data.digest != make_record(tmp_path / "k3", Texts(), k=3).digest
     with pytest.raises(CheckpointError, match="has no teacher outputs for a row"):
-        data.record.look_up(rows_of(9))
-    assert data.record.look_up(blank_rows(B, T)).teacher.token_BTk.shape == (B, T, 5)
+        data.look_up(rows_of(9))
+    assert data.look_up(blank_rows(B, T)).teacher.token_BTk.shape == (B, T, 5)
 
 
 def test_record_resumes_after_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed record recomputes only the missing batch, and its shards are byte-identical to an
     uninterrupted one.
     """
-    monkeypatch.setattr(cached_logits, "SHARD_BYTES", 1)  # one shard per batch
+    monkeypatch.setattr(teacher, "SHARD_BYTES", 1)  # one shard per batch
     whole = make_record(tmp_path / "whole", Texts())
     assert whole.shards == 3
     data = Texts()
-    record_batch, calls = cached_logits._record_batch, 0
+    record_batch, calls = teacher._record_batch, 0
 
     def interrupt(*args: Any) -> Any:
         nonlocal calls
@@ -89,10 +89,10 @@ def test_record_resumes_after_interruption(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return record_batch(*args)
 
-    monkeypatch.setattr(cached_logits, "_record_batch", interrupt)
+    monkeypatch.setattr(teacher, "_record_batch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_record(tmp_path / "interrupt", data)
-    monkeypatch.setattr(cached_logits, "_record_batch", record_batch)
+    monkeypatch.setattr(teacher, "_record_batch", record_batch)
     data = Texts()
     make_record(tmp_path / "interrupt", data)
     assert set(data.asked) == {0, 2}  # batch 0 only for its shape

@@ -64,12 +64,31 @@ class _ShardFacts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherRecord:
-    """A complete record; `record_teacher` makes and opens it."""
+class RecordedTeacher:
+    """Batches of `data` with the teacher's outputs: a `Data` of `DistillRows` rows.
 
+    `record_teacher` makes and opens it.
+    """
+
+    data: Data
     directory: Path
     key: RecordKey
     shards: int
+
+    @property
+    def digest(self) -> str:
+        key = msgspec.json.encode(self.key)
+        return hashlib.sha256(self.data.digest.encode() + key).hexdigest()[:16]
+
+    @property
+    def tokens(self) -> int:
+        return self.data.tokens
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, number: int) -> DistillRows:
+        return self.look_up(self.data.batch(number))
 
     def look_up(self, rows: Rows) -> DistillRows:
         """Return the rows with the teacher's outputs, as numpy arrays.
@@ -95,42 +114,16 @@ class TeacherRecord:
     @cached_property
     def _row_places(self) -> dict[bytes, tuple[dict[str, np.ndarray], int]]:
         """The shard's tensors and the index of each row, by its key."""
-        shards = [self._read_shard(_shard_name(number)) for number in range(self.shards)]
-        return {
-            key.tobytes(): (tensors, row)
-            for tensors in shards
-            for row, key in enumerate(tensors["key"])
-        }
-
-    def _read_shard(self, name: str) -> dict[str, np.ndarray]:
-        """Return a shard's tensors, memory-mapped. Raises CheckpointError if it is damaged."""
         store = _open_store(self.directory, self.key)
-        if (part := store.open_tensors(name, mapped=True)) is None:
-            raise CheckpointError(f"{store.path(name)} is damaged: remove it to record it again")
-        return {name: tensor.read() for name, tensor in part[0].items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedData:
-    """Batches of `data` with the teacher's outputs: a `Data` of `DistillRows` rows."""
-
-    data: Data
-    record: TeacherRecord
-
-    @property
-    def digest(self) -> str:
-        key = msgspec.json.encode(self.record.key)
-        return hashlib.sha256(self.data.digest.encode() + key).hexdigest()[:16]
-
-    @property
-    def tokens(self) -> int:
-        return self.data.tokens
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def batch(self, number: int) -> DistillRows:
-        return self.record.look_up(self.data.batch(number))
+        places = dict[bytes, tuple[dict[str, np.ndarray], int]]()
+        for name in map(_shard_name, range(self.shards)):
+            if (part := store.open_tensors(name, mapped=True)) is None:
+                raise CheckpointError(
+                    f"{store.path(name)} is damaged: remove it to record it again"
+                )
+            tensors = {name: tensor.read() for name, tensor in part[0].items()}
+            places |= {key.tobytes(): (tensors, row) for row, key in enumerate(tensors["key"])}
+        return places
 
 
 def record_teacher(
@@ -143,7 +136,7 @@ def record_teacher(
     temperature: float,
     size: int,
     show_progress: bool | None = None,
-) -> TeacherRecord:
+) -> RecordedTeacher:
     """Record the teacher's outputs for an epoch of `data`, except shards that are there already.
 
     Args:
@@ -182,20 +175,15 @@ def record_teacher(
                 facts = msgspec.to_builtins(_ShardFacts(key, len(batches)))
                 store.put_arrays(_shard_name(number), arrays, facts)
                 number, done = number + 1, batches.stop
-    _check_visible(store, number)
-    return TeacherRecord(directory, key, number)
-
-
-def _check_visible(store: TensorStore, shards: int) -> None:
-    """Raise ConfigError, in all processes, if one does not see what the first has written."""
     broadcast_from_zero(lambda: "written")
-    blind = all_gather_objects(not all(store.has(_shard_name(n)) for n in range(shards)))
+    blind = all_gather_objects(not all(store.has(_shard_name(n)) for n in range(number)))
     if any(blind):
         others = ", ".join(map(str, np.flatnonzero(blind)))
         raise ConfigError(
-            f"the teacher outputs in {store.directory} are visible to process 0, but not to"
-            f" processes {others}: use a directory that all share"
+            f"the teacher outputs in {directory} are visible to process 0, but not to processes"
+            f" {others}: use a directory that all share"
         )
+    return RecordedTeacher(data, directory, key, number)
 
 
 def _record_batch(
