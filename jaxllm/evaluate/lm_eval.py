@@ -7,14 +7,13 @@ all arguments after `python -m jaxllm.evaluate.lm_eval` are those of lm_eval.
     --batch_size 8
 
 From Python, call `register()` before `lm_eval.simple_evaluate(model="jaxllm", ...)`. Prefix token,
-splitting of pairs and truncation follow the harness's own `hf` model. Likelihoods are scored
-longest text first, so that batches have few different shapes.
+splitting of pairs and truncation follow the harness's own `hf` model.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,121 +23,13 @@ from jaxllm.evaluate.likelihood.score import check_loader, default_batch, score
 from jaxllm.generation.completion import Completion
 from jaxllm.lm import load
 from jaxllm.runtime.progress import steps_bar
-from jaxllm.runtime.validation import as_token_array
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.model import Model
-from jaxllm.weights.paths import Params
 
 NAME = "jaxllm"
 # Ignored in greedy decoding.
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-
-
-ContextAndContinuation = tuple[Sequence[int], Sequence[int]]
-
-
-class Likelihood(NamedTuple):
-    """The log-probability of some tokens, and whether greedy decoding generates all of them."""
-
-    logprob: float
-    greedy: bool
-
-
-def continuation_likelihoods(
-    model: Model,
-    params: Params,
-    pairs: Sequence[ContextAndContinuation],
-    *,
-    max_length: int,
-    batch: int = 8,
-    show_progress: bool | None = None,
-) -> Iterator[tuple[int, Likelihood]]:
-    """Yield `(index of the pair, Likelihood)` of each continuation given its context.
-
-    Pairs are yielded as they are computed, not in the given order.
-
-    Args:
-        pairs: Token ids of context and continuation, each with at least one token.
-        max_length: Maximum number of input tokens; longer ones are truncated on the left.
-
-    Raises:
-        TokenError: For an empty context or continuation, or ids outside the vocabulary.
-        CapacityError: For a continuation longer than `max_length`, or a `max_length` beyond the
-            model's context.
-    """
-    documents, spans = [], []
-    for number, (context, continuation) in enumerate(pairs):
-        if not len(context) or not len(continuation):
-            raise TokenError(f"pair {number}: context and continuation must not be empty")
-        if len(continuation) > max_length:
-            raise CapacityError(
-                f"pair {number}: continuation is too long: got {len(continuation)} tokens, expected"
-                f" at most {max_length}"
-            )
-        parts = [as_token_array(f"pair {number}", part) for part in (context, continuation)]
-        ids = np.concatenate(parts)[-(max_length + 1) :]
-        documents.append(ids)
-        spans.append(Span(number, 0, len(ids), len(ids) - len(continuation)))
-    return _score_spans(model, params, documents, spans, max_length, batch, show_progress)
-
-
-def document_logprobs(
-    model: Model,
-    params: Params,
-    documents: Sequence[Sequence[int]],
-    *,
-    max_length: int,
-    batch: int = 8,
-    show_progress: bool | None = None,
-) -> list[float]:
-    """Return the log-probability of each document, in windows of `max_length` tokens.
-
-    documents: token ids; the first is a prefix token, which is conditioned on but not scored. Every
-    other token is scored once (`rolling_spans`). Raises as
-    `continuation_likelihoods`.
-    """
-    arrays = [as_token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
-    spans = [
-        s for n, ids in enumerate(arrays) for s in rolling_spans(len(ids), max_length + 1, 0, n)
-    ]
-    total_D = np.zeros(len(arrays))
-    each = _score_spans(model, params, arrays, spans, max_length, batch, show_progress)
-    for number, likelihood in each:
-        total_D[spans[number].document] += likelihood.logprob
-    return total_D.tolist()
-
-
-def _score_spans(
-    model: Model,
-    params: Params,
-    documents: list[np.ndarray],
-    spans: list[Span],
-    max_length: int,
-    batch: int,
-    show_progress: bool | None,
-) -> Iterator[tuple[int, Likelihood]]:
-    loader = Loader(
-        documents=documents,
-        spans=spans,
-        batch=batch,
-        width=max_length + 1,
-        by_length=True,
-    )
-    check_loader(model, loader)
-
-    def run() -> Iterator[tuple[int, Likelihood]]:
-        with steps_bar("likelihoods", len(loader), show_progress) as done:
-            for rows in loader.batches():
-                logprob_BT, greedy_BT = score(model, params, rows)
-                logprob_B = logprob_BT.sum(axis=1, dtype=np.float64)
-                greedy_B = (greedy_BT == rows.scored_BT).all(axis=1)
-                for b in np.flatnonzero(rows.span_B >= 0):
-                    yield int(rows.span_B[b]), Likelihood(float(logprob_B[b]), bool(greedy_B[b]))
-                done()
-
-    return run()
 
 
 class JaxLM:
@@ -214,36 +105,59 @@ class JaxLM:
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability, and whether greedy decoding generates it."""
-        pairs = [self._encode_pair(*request.args) for request in requests]
-        answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        each = continuation_likelihoods(
-            self.lm.model,
-            self.lm.params,
-            pairs,
-            max_length=self.max_length,
-            batch=self.batch_size,
-            show_progress=False if disable_tqdm else None,
-        )
-        for number, likelihood in each:
-            answers[number] = (likelihood.logprob, likelihood.greedy)
-            self._cache_answer("loglikelihood", requests[number].args, answers[number])
+        documents, spans = [], []
+        for number, request in enumerate(requests):
+            context, continuation = self._encode_pair(*request.args)
+            if not continuation:
+                raise TokenError(f"request {number}: the continuation must not be empty")
+            if len(continuation) > self.max_length:
+                raise CapacityError(
+                    f"request {number}: continuation is too long: got {len(continuation)} tokens,"
+                    f" expected at most {self.max_length}"
+                )
+            ids = np.array([*context, *continuation], np.int32)[-(self.max_length + 1) :]
+            documents.append(ids)
+            spans.append(Span(number, 0, len(ids), len(ids) - len(continuation)))
+        answers = [(0.0, False)] * len(requests)
+        for number, answer in self._score(documents, spans, disable_tqdm):
+            answers[number] = answer
+            self._cache_answer("loglikelihood", requests[number].args, answer)
         return answers
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-probability of each `(text,)` after the prefix token, using windows."""
-        totals = document_logprobs(
-            self.lm.model,
-            self.lm.params,
-            [[self.prefix_token_id, *self.encode(request.args[0])] for request in requests],
-            max_length=self.max_length,
-            batch=self.batch_size,
-            show_progress=False if disable_tqdm else None,
-        )
-        for request, total in zip(requests, totals, strict=True):
+        ids = [[self.prefix_token_id, *self.encode(request.args[0])] for request in requests]
+        documents = [np.array(each, np.int32) for each in ids]
+        width, totals = self.max_length + 1, np.zeros(len(documents))
+        spans = [s for n, each in enumerate(ids) for s in rolling_spans(len(each), width, 0, n)]
+        for number, (logprob, _) in self._score(documents, spans, disable_tqdm):
+            totals[spans[number].document] += logprob
+        for request, total in zip(requests, totals.tolist(), strict=True):
             self._cache_answer("loglikelihood_rolling", request.args, total)
-        return totals
+        return totals.tolist()
+
+    def _score(
+        self, documents: Sequence[np.ndarray], spans: Sequence[Span], disable_tqdm: bool
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield each span's index, log-probability, and whether greedy decoding generates it.
+
+        The longest come first, so that batches have few different shapes.
+        """
+        width = self.max_length + 1
+        loader = Loader(
+            documents=documents, spans=spans, batch=self.batch_size, width=width, by_length=True
+        )
+        check_loader(self.lm.model, loader)
+        with steps_bar("likelihoods", len(loader), False if disable_tqdm else None) as done:
+            for rows in loader.batches():
+                logprob_BT, greedy_BT = score(self.lm.model, self.lm.params, rows)
+                logprob_B = logprob_BT.sum(axis=1, dtype=np.float64)
+                greedy_B = (greedy_BT == rows.scored_BT).all(axis=1)
+                for b in np.flatnonzero(rows.span_B >= 0):
+                    yield int(rows.span_B[b]), (float(logprob_B[b]), bool(greedy_B[b]))
+                done()
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each `(context, options)` up to its first `until` string.

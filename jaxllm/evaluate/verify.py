@@ -1,7 +1,6 @@
 """`verify`: compare a model with transformers, or with another variant of the model."""
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -102,24 +101,17 @@ def _open_backends(
     if reference == TRANSFORMERS:
         from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 
-        dtype, exact = dtype or plain, None
+        dtype = dtype or plain
         with transformers_directory(files, lm, plain) as directory:
-            theirs = on_process_zero(partial(TransformersBackend.load, directory, dtype))
-            if dtype != "float32":
-                exact = on_process_zero(partial(_load_float32, directory))
+            theirs, exact = (
+                on_process_zero(partial(TransformersBackend.load, directory, d)) if d else None
+                for d in (dtype, None if dtype == "float32" else "float32")
+            )
             yield theirs, exact
     elif isinstance(reference, LM):
         yield JaxBackend(f"{reference.path}", reference.model, reference.params), None
     else:
         yield on_process_zero(partial(_load_other, reference, dtype or "float32")), None
-
-
-def _load_float32(directory: Path) -> Backend:
-    """Load transformers in float32, to measure drift from."""
-    from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
-
-    exact = TransformersBackend.load(directory, "float32")
-    return dataclasses.replace(exact, name=f"{exact.name} in float32")
 
 
 def _load_other(reference: str | Path, dtype: str) -> Backend:

@@ -31,7 +31,7 @@ from jaxllm.files.reading import (
     read_text,
     regular_size,
 )
-from jaxllm.files.regex_limits import check_name_pattern, compile_pattern, match_names
+from jaxllm.files.regex_limits import compile_pattern, match_names
 
 __all__ = [
     "JsonLog",
@@ -39,7 +39,6 @@ __all__ = [
     "atomic_directory",
     "atomic_file",
     "check_memory",
-    "check_name_pattern",
     "check_vacant",
     "compile_pattern",
     "copy_files",

@@ -5,6 +5,7 @@ supports. PEFT matches module names with Python's `re`; `match_names` supports a
 within a time limit.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Collection
@@ -33,11 +34,6 @@ def compile_pattern(regex: str, what: str = "the pattern") -> Any:
     return _compile_re2(regex, what)
 
 
-def check_name_pattern(regex: str, what: str) -> None:
-    """Raise ConfigError, naming `what`, if `match_names` cannot compile the pattern."""
-    _compile_for_names(regex, what)
-
-
 def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
     """Return the names that match the whole pattern, in the dialect of Python's `re`.
 
@@ -50,9 +46,16 @@ def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
     Raises:
         ConfigError: If the pattern is invalid, too long, or takes too long.
     """
-    compiled, is_linear = _compile_for_names(regex, what)
-    if is_linear:
-        return {name for name in names if compiled.fullmatch(name)}
+    _check_length(regex, what)
+    with contextlib.suppress(ConfigError):
+        linear = _compile_re2(regex, what)
+        return {name for name in names if linear.fullmatch(name)}
+    import regex as backtracking  # 0.06 s of a start that seldom needs it
+
+    try:
+        compiled = backtracking.compile(regex)
+    except (backtracking.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{what}: {regex!r:.80} is not a valid regex: {error}") from None
     end = time.monotonic() + MAX_SECONDS
     try:
         return {
@@ -65,20 +68,6 @@ def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
             f"{what} takes too long: {regex!r:.80} has not matched {len(names):,} names in"
             f" {MAX_SECONDS:g} seconds. Write it without nested repeats"
         ) from None
-
-
-def _compile_for_names(regex: str, what: str) -> tuple[Any, bool]:
-    """Compile the pattern with RE2, or else with a backtracking engine; return whether with RE2."""
-    _check_length(regex, what)
-    try:
-        return _compile_re2(regex, what), True
-    except ConfigError:
-        import regex as backtracking  # 0.06 s of a start that seldom needs it
-
-        try:
-            return backtracking.compile(regex), False
-        except (backtracking.error, OverflowError, RecursionError) as error:
-            raise ConfigError(f"{what}: {regex!r:.80} is not a valid regex: {error}") from None
 
 
 def _check_length(regex: str, what: str) -> None:

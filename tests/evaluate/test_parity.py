@@ -232,7 +232,10 @@ def test_activation_names_refuses_unknown_family() -> None:
 # Broken weights and caches.
 
 
-def _change_weight(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
+def change_weight(
+    ours: JaxBackend, path: str, change: Callable[[jax.Array], jax.Array]
+) -> JaxBackend:
+    """Return a backend with one tensor changed."""
     changed = []
 
     def at(name: str, x: jax.Array) -> jax.Array:
@@ -241,9 +244,9 @@ def _change_weight(pair: Pair, path: str, change: Callable[[jax.Array], jax.Arra
         changed.append(name)
         return change(x)
 
-    params = map_leaves(at, pair.twin.params)
+    params = map_leaves(at, ours.params)
     assert changed == [path]
-    return dataclasses.replace(pair.ours, params=params)
+    return dataclasses.replace(ours, params=params)
 
 
 def _add_to_one(x: jax.Array) -> jax.Array:
@@ -276,7 +279,7 @@ STAGE_OF_WEIGHT = {
 def test_changed_weight_is_located_at_its_stage(pair: Pair) -> None:
     """One weight changed by 0.1 makes the first failing stage the one that uses it."""
     for path, stage in STAGE_OF_WEIGHT[pair.twin.config.model_type].items():
-        found = verify(_change_weight(pair, path, _add_to_one), pair.theirs, CASE, new_tokens=2)
+        found = verify(change_weight(pair.ours, path, _add_to_one), pair.theirs, CASE, new_tokens=2)
         assert found.first is not None, path
         assert found.first.name == stage, path
         assert not found.holds
@@ -331,8 +334,8 @@ def test_bfloat16_is_judged_by_drift_from_float32(bfloat16_pair: Pair) -> None:
 
     assert found.drift == pytest.approx(off(bfloat16_pair.ours) / off(bfloat16_pair.theirs))
     assert found.drift <= 1.5
-    broken = _change_weight(
-        bfloat16_pair, "layers.1.mlp.down_proj.weight", lambda x: x.at[3].multiply(2)
+    broken = change_weight(
+        bfloat16_pair.ours, "layers.1.mlp.down_proj.weight", lambda x: x.at[3].multiply(2)
     )
     wrong = verify(broken, bfloat16_pair.theirs, CASE, new_tokens=3, exact=exact)
     assert wrong.first is not None

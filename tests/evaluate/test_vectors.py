@@ -25,9 +25,8 @@ from jaxllm.evaluate.parity.activations import (
 from jaxllm.evaluate.parity.compare import Tolerance
 from jaxllm.evaluate.parity.golden import check, make, read
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
-from jaxllm.weights.paths import map_leaves
 from tests.conftest import ROOT, succeed
-from tests.evaluate.test_parity import verdict
+from tests.evaluate.test_parity import change_weight, verdict
 from tests.tiny_models import random_model, save_random
 
 COMMITTED = ROOT / "tests" / "vectors"
@@ -45,13 +44,6 @@ def frozen(tiny: JaxBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("vectors") / "tiny"
     make(directory, tiny, TEXTS, new_tokens=3)
     return directory
-
-
-def _change_weight(
-    ours: JaxBackend, path: str, change: Callable[[jax.Array], jax.Array]
-) -> JaxBackend:
-    params = map_leaves(lambda p, x: change(x) if p == path else x, ours.params)
-    return dataclasses.replace(ours, params=params)
 
 
 # The committed vectors: transformers' values for the demo models.
@@ -128,7 +120,7 @@ def test_flipped_weight_is_located_at_its_stage(
         at = np.unravel_index(int(np.abs(np.asarray(x)).argmax()), x.shape)
         return x.at[at].multiply(-1)
 
-    checked = check(read(frozen), _change_weight(tiny, path, flip))
+    checked = check(read(frozen), change_weight(tiny, path, flip))
     assert checked.model_mismatches == ("weights",)
     for report in checked.reports.values():
         assert report.first is not None
@@ -143,7 +135,7 @@ def test_weight_digest_detects_unused_weight_change(tiny: JaxBackend, frozen: Pa
     """
     vectors = read(frozen)
     assert not any(100 in row for row in (*TEXTS, *vectors.tensors["generated"].tolist()))
-    other = _change_weight(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
+    other = change_weight(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
     checked = check(vectors, other)
     assert checked.numbers_hold
     assert checked.model_mismatches == ("weights",)

@@ -10,63 +10,38 @@ import pytest
 from jaxllm.errors import GrammarError
 from jaxllm.grammar import Grammar
 
+
+def an_object(required: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object; the names of required properties have spaces between them."""
+    return {"type": "object", "properties": properties, "required": required.split()}
+
+
+CLOSED = {"additionalProperties": False}
+PET = an_object("name", name={"type": "string"}, legs={"type": "integer"})
+POINT = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}
+NODE = {"$ref": "#/$defs/node"}
+KIDS = {"type": "array", "items": NODE}
 TREE = {
-    "$ref": "#/$defs/node",
-    "$defs": {
-        "node": {
-            "type": "object",
-            "properties": {
-                "label": {"type": "string"},
-                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
-            },
-            "required": ["label"],
-            "additionalProperties": False,
-        }
-    },
+    **NODE,
+    "$defs": {"node": an_object("label", label={"type": "string"}, children=KIDS) | CLOSED},
 }
-RECIPE = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "minLength": 1, "maxLength": 12},
-        "steps": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "do": {"enum": ["mix", "bake", "wait"]},
-                    "minutes": {"type": "integer", "minimum": 1, "maximum": 90},
-                },
-                "required": ["do"],
-                "additionalProperties": False,
-            },
-            "minItems": 1,
-            "maxItems": 2,
-        },
-        "vegan": {"type": ["boolean", "null"]},
-    },
-    "required": ["title", "steps"],
-    "additionalProperties": False,
-}
+STEP = an_object(
+    "do",
+    do={"enum": ["mix", "bake", "wait"]},
+    minutes={"type": "integer", "minimum": 1, "maximum": 90},
+)
+RECIPE = CLOSED | an_object(
+    "title steps",
+    title={"type": "string", "minLength": 1, "maxLength": 12},
+    steps={"type": "array", "items": STEP | CLOSED, "minItems": 1, "maxItems": 2},
+    vegan={"type": ["boolean", "null"]},
+)
 SHAPE = {
     "oneOf": [
-        {
-            "type": "object",
-            "properties": {"kind": {"const": "circle"}, "radius": {"type": "number"}},
-            "required": ["kind", "radius"],
-        },
-        {
-            "type": "object",
-            "properties": {"kind": {"const": "square"}, "side": {"type": "number"}},
-            "required": ["kind", "side"],
-        },
+        an_object("kind radius", kind={"const": "circle"}, radius={"type": "number"}),
+        an_object("kind side", kind={"const": "square"}, side={"type": "number"}),
     ]
 }
-PET = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "legs": {"type": "integer"}},
-    "required": ["name"],
-}
-POINT = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}
 
 # A schema, the instances that it describes, and some that it does not.
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
@@ -82,17 +57,11 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"const": {"unit": "kg"}}, [{"unit": "kg"}], [{"unit": "g"}, {}, "kg"]),
     (PET, [{"name": "Rex"}, {"name": "Rex", "legs": 4}], [{}, {"legs": 4}, {"name": 3}]),
     (PET, [{"name": "Rex", "age": [3]}], [{"name": "Rex", "legs": "four"}]),
-    ({**PET, "additionalProperties": False}, [{"name": "Ivy"}], [{"name": "Ivy", "age": 3}]),
-    (
-        {**PET, "additionalProperties": {"type": "boolean"}},
-        [{"name": "Ivy", "tame": True}],
-        [{"name": "Ivy", "tame": "yes"}],
-    ),
-    (
-        {"type": "object", "patternProperties": {"^n_": {"type": "integer"}}},
-        [{"n_a": 1}, {"other": "x"}],
-        [{"n_a": "one"}],
-    ),
+    ({**PET, **CLOSED}, [{"name": "Ivy"}], [{"name": "Ivy", "age": 3}]),
+    ({**PET, "additionalProperties": {"type": "boolean"}}, [{"name": "Ivy", "tame": True}],
+     [{"name": "Ivy", "tame": "yes"}]),
+    ({"type": "object", "patternProperties": {"^n_": {"type": "integer"}}},
+     [{"n_a": 1}, {"other": "x"}], [{"n_a": "one"}]),
     ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
     ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
     ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2]], [[1, "2"], {}]),
@@ -115,66 +84,34 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "date-time"}, ["2031-05-17T08:30:00Z"], ["2031-05-17"]),
     ({"type": "string", "format": "ipv4"}, ["10.0.0.254"], ["10.0.0.256", "10.0.0"]),
     ({"type": "string", "format": "email"}, ["ada@example.org"], ["ada"]),
-    (
-        {"type": "string", "format": "uuid"},
-        ["0f8fad5b-d9cb-469f-a165-70867728950e"],
-        ["0f8fad5b-d9cb"],
-    ),
+    ({"type": "string", "format": "uuid"}, ["0f8fad5b-d9cb-469f-a165-70867728950e"],
+     ["0f8fad5b-d9cb"]),
     ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, [9, "ab"], ["abc", 1.5]),
-    (
-        {"type": "string", "anyOf": [{"pattern": "^a"}, {"pattern": "z$"}]},
-        ["ab", "yz", "az"],
-        ["bc"],
-    ),
-    (
-        SHAPE,
-        [{"kind": "circle", "radius": 2}, {"kind": "square", "side": 1.5}],
-        [{"kind": "circle", "side": 2}, {"kind": "line"}, {"radius": 2}],
-    ),
+    ({"type": "string", "anyOf": [{"pattern": "^a"}, {"pattern": "z$"}]}, ["ab", "yz", "az"],
+     ["bc"]),
+    (SHAPE, [{"kind": "circle", "radius": 2}, {"kind": "square", "side": 1.5}],
+     [{"kind": "circle", "side": 2}, {"kind": "line"}, {"radius": 2}]),
     ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, [3, None], ["3"]),
-    (
-        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]},
-        [3, 6],
-        [2, 7],
-    ),
-    (
-        {"allOf": [PET, {"properties": {"legs": {"maximum": 8}}, "required": ["legs"]}]},
-        [{"name": "Ann", "legs": 8}],
-        [{"name": "Ann", "legs": 9}, {"name": "Ann"}],
-    ),
-    (
-        {"$defs": {"size": {"enum": ["S", "L"]}}, "items": {"$ref": "#/$defs/size"}},
-        [["S", "L"], []],
-        [["M"]],
-    ),
-    (
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "definitions": {"id": {"type": "integer", "minimum": 1}},
-            "properties": {"id": {"$ref": "#/definitions/id"}},
-        },
-        [{"id": 1}, {}],
-        [{"id": 0}],
-    ),
-    (
-        TREE,
-        [{"label": "a"}, {"label": "a", "children": [{"label": "b", "children": []}]}],
-        [{"label": "a", "children": [{"label": 2}]}, {"children": []}, {"label": "a", "kids": []}],
-    ),
-    (
-        RECIPE,
-        [
-            {"title": "Bread", "steps": [{"do": "mix"}, {"do": "bake", "minutes": 40}]},
-            {"title": "Tea", "steps": [{"do": "wait", "minutes": 3}], "vegan": None},
-        ],
-        [
-            {"title": "Bread", "steps": []},
-            {"title": "", "steps": [{"do": "mix"}]},
-            {"title": "Bread", "steps": [{"do": "fry"}]},
-            {"title": "Bread", "steps": [{"do": "bake", "minutes": 91}]},
-            {"title": "Bread", "steps": [{"do": "mix"}], "vegan": "no"},
-        ],
-    ),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]}, [3, 6], [2, 7]),
+    ({"allOf": [PET, {"properties": {"legs": {"maximum": 8}}, "required": ["legs"]}]},
+     [{"name": "Ann", "legs": 8}], [{"name": "Ann", "legs": 9}, {"name": "Ann"}]),
+    ({"$defs": {"size": {"enum": ["S", "L"]}}, "items": {"$ref": "#/$defs/size"}},
+     [["S", "L"], []], [["M"]]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#",
+      "definitions": {"id": {"type": "integer", "minimum": 1}},
+      "properties": {"id": {"$ref": "#/definitions/id"}}}, [{"id": 1}, {}], [{"id": 0}]),
+    (TREE, [{"label": "a"}, {"label": "a", "children": [{"label": "b", "children": []}]}],
+     [{"label": "a", "children": [{"label": 2}]}, {"children": []}, {"label": "a", "kids": []}]),
+    (RECIPE, [
+        {"title": "Bread", "steps": [{"do": "mix"}, {"do": "bake", "minutes": 40}]},
+        {"title": "Tea", "steps": [{"do": "wait", "minutes": 3}], "vegan": None},
+    ], [
+        {"title": "Bread", "steps": []},
+        {"title": "", "steps": [{"do": "mix"}]},
+        {"title": "Bread", "steps": [{"do": "fry"}]},
+        {"title": "Bread", "steps": [{"do": "bake", "minutes": 91}]},
+        {"title": "Bread", "steps": [{"do": "mix"}], "vegan": "no"},
+    ]),
 ]  # fmt: skip
 REFUSED = {
     "not": {"not": {"type": "string"}},

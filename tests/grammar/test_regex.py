@@ -25,6 +25,11 @@ def _walk(automaton: ByteAutomaton, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+def _accepts(automaton: ByteAutomaton, text: str) -> bool:
+    state = automaton.run(text.encode())
+    return state != DEAD and bool(automaton.accepts_S[state])
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_automaton_accepts_what_re_fullmatch_accepts(pattern: str) -> None:
     """On 340 texts of each pattern, half of them walks through the automaton."""
@@ -33,9 +38,7 @@ def test_automaton_accepts_what_re_fullmatch_accepts(pattern: str) -> None:
     texts += [_walk(automaton, rng).decode(errors="ignore") for _ in range(170)]
     assert any(map(expected.fullmatch, texts))
     for text in texts:
-        state = automaton.run(text.encode())
-        accepted = state != DEAD and bool(automaton.accepts_S[state])
-        assert accepted == (expected.fullmatch(text) is not None), text
+        assert _accepts(automaton, text) == (expected.fullmatch(text) is not None), text
 
 
 @pytest.mark.parametrize("pattern", [r"(ab)*", r"[0-9]{4}-[0-9]{2}", r"[^x]?", r"(a|b)*abb"])
@@ -83,8 +86,7 @@ def test_choice_accepts_exactly_its_texts() -> None:
     texts = ["yes", "yesterday", "nö", "", "日本"]
     automaton = compile_choice(texts)
     for text in [*texts, "y", "ye", "yester", "n", "日", "no"]:
-        state = automaton.run(text.encode())
-        assert (state != DEAD and bool(automaton.accepts_S[state])) == (text in texts)
+        assert _accepts(automaton, text) == (text in texts)
 
 
 @pytest.mark.parametrize("texts", [[], "yes", [1], None])
@@ -100,9 +102,7 @@ def test_case_is_ignored_as_in_re(pattern: str) -> None:
     automaton, expected = compile_regex(pattern), re.compile(pattern)
     for letters in itertools.product("kK\u212asS\u017faAéÉ", repeat=3):
         text = "".join(letters)
-        state = automaton.run(text.encode())
-        accepted = state != DEAD and bool(automaton.accepts_S[state])
-        assert accepted == (expected.fullmatch(text) is not None), text
+        assert _accepts(automaton, text) == (expected.fullmatch(text) is not None), text
 
 
 def test_long_texts_compile_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +112,4 @@ def test_long_texts_compile_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends.accepts_S.size == 502
     automaton = compile_regex("(a{0,40}b)?")
     for text in ("", "b", "a" * 40 + "b", "a" * 41 + "b", "a", "ab" * 2):
-        state = automaton.run(text.encode())
-        accepted = state >= 0 and bool(automaton.accepts_S[state])
-        assert accepted == bool(re.fullmatch("(a{0,40}b)?", text)), text
+        assert _accepts(automaton, text) == bool(re.fullmatch("(a{0,40}b)?", text)), text

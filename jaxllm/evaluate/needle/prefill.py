@@ -70,10 +70,15 @@ def prefill_texts(
     else:
         assert slots is not None
         _check_positions(model, slots + answer_tokens)
-        _check_angles(model, slots + answer_tokens)
-        piece = _floor_power_of_two(
-            min(PREFILL_CHUNK, slots - occupied_slots(model, policy, slots))
-        )
+        free = slots - occupied_slots(model, policy, slots)
+        border = model.config.original_context or model.config.max_position_embeddings
+        if model.config.rope_depends_on_length and slots + answer_tokens > border:
+            raise CapacityError(
+                f"cache too large: got {slots + answer_tokens} slots with answers, expected at most"
+                f" {border}: beyond that this model changes its rotary frequencies, and cached keys"
+                " cannot be re-rotated"
+            )
+        piece = 1 << (min(PREFILL_CHUNK, free).bit_length() - 1)
     # Pad on the left, so that all chunks have the same size and all rows end together.
     width = -(-longest // piece) * piece
     token_BT = pad_rows(rows, width=width, left=True)
@@ -231,20 +236,3 @@ def _check_positions(model: Model, length: int) -> None:
             f"text is too long: got {length} tokens with answers, {config.model_type} has"
             f" {config.position_limit} positions. Use shorter texts, or a policy such as slide"
         )
-
-
-def _check_angles(model: Model, length: int) -> None:
-    """Raise CapacityError if a cache under a policy would mix keys with different frequencies."""
-    config = model.config
-    if not config.rope_depends_on_length:
-        return
-    border = config.original_context or config.max_position_embeddings
-    if length > border:
-        raise CapacityError(
-            f"cache too large: got {length} slots with answers, expected at most {border}: beyond"
-            " that this model changes its rotary frequencies, and cached keys cannot be re-rotated"
-        )
-
-
-def _floor_power_of_two(n: int) -> int:
-    return 1 << (max(1, n).bit_length() - 1)

@@ -14,6 +14,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
@@ -319,27 +320,8 @@ class JaxBackend:
         return logits_BV, cache
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessZeroBackend:
-    """Runs process 0's backend as in a single process; in other processes `backend` is None."""
-
-    name: str
-    dtype: str
-    backend: Any
-
-    def activations(self, case: ParityCase) -> dict[str, np.ndarray]:
-        """Return every activation, on the host of each process."""
-        return broadcast_arrays(lambda: self.backend.activations(case))
-
-    def decode(
-        self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the result of decoding, on the host of each process."""
-        return broadcast_arrays(lambda: self.backend.decode(case, steps, forced_BN))
-
-
-def on_process_zero(make: Callable[[], Backend]) -> Backend:
-    """Return a backend that calls `make` and runs only on process 0.
+def on_process_zero(make: Callable[[], Backend]) -> Any:
+    """Return a backend that calls `make` and runs only on process 0, which broadcasts its results.
 
     If `make` raises a JaxllmError, all processes raise one with the same message.
     """
@@ -350,4 +332,9 @@ def on_process_zero(make: Callable[[], Backend]) -> Backend:
         return json.dumps((made[0].name, made[0].dtype))
 
     name, dtype = json.loads(broadcast_from_zero(describe))
-    return ProcessZeroBackend(name, dtype, made[0] if made else None)
+    return SimpleNamespace(
+        name=name,
+        dtype=dtype,
+        activations=lambda case: broadcast_arrays(lambda: made[0].activations(case)),
+        decode=lambda *given: broadcast_arrays(lambda: made[0].decode(*given)),
+    )

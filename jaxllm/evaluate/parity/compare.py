@@ -314,7 +314,7 @@ def make_report(
             measure(LOGITS, logits[1], logits[0], tolerance, *logits[2:]),
         ),
         greedy=compare_greedy(logits[1], logits[0], tolerance),
-        exact=exact.name if exact else None,
+        exact=f"{exact.name} in float32" if exact else None,
     )
 
 

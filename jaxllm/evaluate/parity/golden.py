@@ -58,9 +58,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     weights: str
     stages: list[str]
     contents: str
-    texts: Annotated[
-        list[Annotated[list[_Id], msgspec.Meta(min_length=2)]], msgspec.Meta(min_length=1)
-    ]
+    texts: Annotated[list[_Text], msgspec.Meta(min_length=1)]
     cases: dict[str, Any]
 
 
