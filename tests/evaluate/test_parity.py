@@ -307,6 +307,18 @@ def test_wrong_cache_entry_is_located(llama: Pair) -> None:
     assert found.first.worst == (0, 7, 1, 2)
 
 
+def test_worst_place_counts_cached_columns(llama: Pair) -> None:
+    """Of a case with cached columns, a place is a column of the whole case."""
+    case = dataclasses.replace(CASE, num_cached=5)
+    broken = change_weight(llama.ours, "norm.weight", lambda x: x + 1)
+    found = verify(broken, llama.theirs, case, new_tokens=1)
+    assert found.first is not None and found.first.name == "norm"
+    ours, theirs = (side.activations(case)["norm"] for side in (broken, llama.theirs))
+    error = np.where(case.real_BT[:, 5:, None], abs(ours - theirs), 0)
+    row, column, index = np.unravel_index(error.argmax(), error.shape)
+    assert found.first.worst == (row, column + 5, index)
+
+
 # Lower precision.
 
 

@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxllm.text import Tokenizer as JaxTokenizer
 
+# Any text, and texts of pieces that tokenizers treat differently.
+TEXTS = st.text() | st.lists(
+    st.sampled_from([
+        *(" ", "  ", "   ", "\t", "\n", "▁", "▁▁", "<", ">", "/", "s>", "<s>", "</s>", "<unk>"),
+        *("<|endoftext|>", "<0x41>", "<tool>", "the", "the ", "cat", "A", "=" * 9, "é", "e\u0301"),
+        *("漢", "漢字", "\U0001f600", "\U0001f600👩\u200d🚀", "\ufffd", "\u212b"),
+    ])
+    | st.text(max_size=4)
+).map("".join)  # fmt: skip
 SENTENCES = [
     "The <s>cat</s> sat on the mat, and the <s>dog</s> did not.",
     "  Two  spaces,\ttabs\nand new lines\n\n    are text too.",

@@ -8,11 +8,8 @@ from hypothesis import given, strategies as st
 
 from jaxllm.errors import TokenError
 from jaxllm.text import Detokenizer, Tokenizer
+from tests.text.conftest import TEXTS
 
-TEXTS = st.text() | st.lists(
-    st.sampled_from([" ", "  ", "\n", "é", "漢字", "😀👩‍🚀", "�", "the", "<s>"])
-    | st.text(max_size=4)
-).map("".join)
 SMALL = ["byte_level", "spm", "mergeable_specials"]
 REAL = [
     ("llama_tokenizer", "tokenizer.json", "tokenizer_config.json"),

@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given
 
 from jaxllm.text import encoder
 from jaxllm.text.encoder import ListedMerges, PieceEncoder, find_merges
 from jaxllm.text.formats import read_tree
 from jaxllm.text.tokenizer import Tokenizer
-
-TEXTS = st.text() | st.lists(
-    st.sampled_from([
-        *("<s>", "</s>", "<unk>", "<|endoftext|>", "<0x41>", "<", "s>", " ", "   ", "▁", "\n"),
-        *("the", "cat", "é", "e\u0301", "漢", "\U0001f600", "<tool>", "\u212b", "A", "=" * 9),
-    ])
-    | st.text(max_size=4)
-).map("".join)  # fmt: skip
+from tests.text.conftest import TEXTS
 
 
 def tree(pieces: list[str], listed: list[Any], **fields: Any) -> dict[str, Any]:

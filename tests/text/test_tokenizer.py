@@ -19,11 +19,8 @@ from jaxllm.errors import CheckpointError, TokenError
 from jaxllm.text import TOKENIZER_FILES, Tokenizer, has_tokenizer
 from jaxllm.text.byte_level import symbols_to_bytes
 from jaxllm.text.tokenizer import _hide_special
+from tests.text.conftest import TEXTS
 
-SPECIALS = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<0x41>"]
-TEXTS = st.text() | st.lists(
-    st.sampled_from([*SPECIALS, " ", "   ", "▁", "\n", "s>", "<", "the", "é", "😀"]) | st.text()
-).map("".join)
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 

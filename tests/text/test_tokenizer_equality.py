@@ -18,12 +18,7 @@ from hypothesis import example, given, strategies as st
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer
-
-TEXTS = st.text() | st.lists(
-    st.sampled_from([*" \n\t▁<>/s", "  ", "=" * 9, "▁▁", "<s>", "<0x41>", "the ", "é", "漢", "😀"])
-    | st.text(max_size=4)
-).map("".join)
-
+from tests.text.conftest import TEXTS
 
 LLAMA = {
     form: ("llama_tokenizer", form, "tokenizer_config.json")
