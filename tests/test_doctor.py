@@ -22,33 +22,17 @@ from tests.conftest import ROOT
 
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no kernels are built")
 
-# A library that passes all calls on to the real one, and executes an illegal instruction in the
-# products of one instruction set.
-DYING = r"""
-#include <dlfcn.h>
-#include <stdint.h>
-#include <string.h>
-static int dies, armed;  // armed: XLA has registered the function, which calls it
-static void* find(const char* name) {
-  static void* real;
-  if (!real) real = dlopen(REAL, RTLD_NOW | RTLD_LOCAL);
-  return dlsym(real, name);
+# A child whose set "b" ends its process.
+DYING = """
+import json, os, signal, sys
+facts = {
+    "devices": {"backend": "cpu", "devices": ["cpu"]},
+    "library": {"path": "x.so", "selected": "c", "available": ["a", "b", "c"]},
+    "set a": {"problems": []}, "set c": {"problems": ["int8: wrong"]}, "bandwidth": {"gb_s": 1},
 }
-const char* jaxllm_isa(const char* name) {
-  const char* chosen = ((const char* (*)(const char*))find("jaxllm_isa"))(name);
-  dies = chosen && !strcmp(chosen, DYING_SET);
-  return chosen;
-}
-void* jaxllm_kernels(const char* name) {
-  return ((void* (*)(const char*))find("jaxllm_kernels"))(name);
-}
-void jaxllm_set_mask_function(void* f) { ((void (*)(void*))find("jaxllm_set_mask_function"))(f); }
-#define PASS(NAME) void* NAME(void* frame) { return ((void* (*)(void*))find(#NAME))(frame); }
-void* jaxllm_linear(void* frame) {
-  if (dies && armed) __builtin_trap();
-  armed = 1;
-  return ((void* (*)(void*))find("jaxllm_linear"))(frame);
-}
+if "set b" in sys.argv:
+    os.kill(os.getpid(), signal.SIGILL)
+print(json.dumps({stage: facts[stage] for stage in sys.argv[1:]}))
 """
 
 
@@ -163,30 +147,14 @@ def test_read_only_cache_folder_is_an_error(tmp_path: Path) -> None:
     assert "JAXLLM_COMPILE_CACHE" in error["remedy"]
 
 
-@pytest.mark.more
-@needs_kernels
-def test_set_that_dies_is_named(tmp_path: Path) -> None:
+def test_set_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process ends by a signal; the sets before and after it are compared all the same."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler to build a library that dies")
-    available = native.available_isas()
-    dying = available[len(available) // 2]
-    others = [n for n in native._FUNCTIONS if n != "linear"]
-    source = DYING + "".join(f"PASS(jaxllm_{name})\n" for name in others)
-    (tmp_path / "dying.c").write_text(source, encoding="utf-8")
-    library = tmp_path / "dying.so"
-    macros = [f'-DREAL="{native.library_path()}"', f'-DDYING_SET="{dying}"']
-    command = [compiler, "-shared", "-fPIC", "-o", library, *macros, tmp_path / "dying.c", "-ldl"]
-    subprocess.run(command, check=True)
-    status, report = run_doctor(JAXLLM_LIBRARY=str(library), JAXLLM_COMPILE_CACHE="0")
-    assert status == 1
-    (error,) = wrong(report).values()
-    assert error["name"] == "kernels"
-    assert re.match(rf"{dying}: ended by SIG(ILL|TRAP)", error["text"])
-    right = [name for name in available if name != dying]
-    remedy = f"JAXLLM_ISA={right[-1]}" if right else "JAXLLM_NATIVE=0"
-    assert remedy in error["remedy"]
+    (tmp_path / "dying.py").write_text(DYING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "CHILD", "dying")
+    wrong = {f.text: f.remedy for f in doctor.examine() if f.name == "kernels"}
+    assert {*wrong} == {"b: ended by SIGILL (Illegal instruction)", "c: int8: wrong"}
+    assert all("set JAXLLM_ISA=a in the environment" in remedy for remedy in wrong.values())
 
 
 @needs_kernels

@@ -266,7 +266,7 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     for options, message in {
         (): "already holds an export",
         ("--form", "rotary"): "gpt2 has no RoPE",
-        ("--form", "square"): "--form must be words of tokens, embeddings",
+        ("--form", "square"): "--form must be one of tokens, embeddings",
         ("--form", "boolean,additive"): "additive contradicts",
         ("--what", "train"): "--what must be one of prefill, decode",
         ("--quantize", "int5"): "int5",

@@ -42,8 +42,8 @@ def bench(
     check_exclusive({"--json": as_json, "--csv": as_csv})
     if sparse is not None and loading.quantize is not None:
         raise ConfigError("--sparse already sets the weight format: leave out --quantize")
-    lengths, levels = split_numbers("--prompts", prompts), split_numbers("--depths", depths)
-    rows_at_once = split_numbers("--batches", batches)
+    lists = {"--prompts": prompts, "--depths": depths, "--batches": batches}
+    lengths, levels, rows_at_once = (split_numbers(*row, least=0) for row in lists.items())
 
     import os
     import time

@@ -201,8 +201,9 @@ def _check_kernels(stages: _Stages, quick: bool) -> Iterator[Finding]:
         right = [name for name, problem in wrong.items() if not problem]
         advice = f"JAXLLM_ISA={right[-1]}" if right else "JAXLLM_NATIVE=0"
         remedy = f"set {advice} in the environment, and report this: jaxllm doctor --json"
-        for name in wrong.keys() - {*right}:
-            yield Finding("kernels", f"{name}: {wrong[name][:400]}", "error", remedy)
+        for name, problem in wrong.items():
+            if problem:
+                yield Finding("kernels", f"{name}: {problem[:400]}", "error", remedy)
         if len(right) == len(wrong):
             compared = "" if quick else "; products within 1e-6 of float64"
             text = f"{facts['selected']} of {', '.join(right)}, from {facts['path']}{compared}"

@@ -93,8 +93,9 @@ def read_flags(chosen: Flags) -> Iterator[inspect.Parameter]:
             option.max = getattr(note, "le", None) if option.max is None else option.max
             option.help = option.help or getattr(note, "description", None)
         option.help = texts.get(name) or option.help
-        kind = Annotated.__class_getitem__((kinds[name], option))  # type: ignore[attr-defined]
-        yield parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind)
+        kind: Any = kinds[name]
+        annotation = Annotated[kind, option]
+        yield parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=annotation)
 
 
 def _notes(hint: Any) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """Options that several commands share, and the functions that parse them."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -135,15 +136,25 @@ def check_new(last_file: str, what: str) -> Callable[[Path], Path]:
 
 
 def _check_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    check_writable(max(param.opts, key=len), path)
-    return path
+    """Check before the work that an option's file can be written, and a PNG file drawn.
 
-
-def _check_plot(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check before the work that a PNG file can be drawn and written."""
+    In a group of processes the first one checks and all raise.
+    """
+    if path is None:
+        return None
     option = max(param.opts, key=len)
-    check_writable(option, path)
-    if path is not None:
+
+    def complain() -> str:
+        if not path.parent.is_dir():
+            return f"{path.parent} is not a directory"
+        if path.is_dir():
+            return "a directory has this name; name another file"
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        return "" if writable else "no write permission"
+
+    if complaint := multihost.broadcast_from_zero(complain):
+        raise CheckpointError(f"{option} {path}: {complaint}")
+    if path.suffix == ".png":
         from jaxllm.files.plots import check_plot
 
         check_plot(option)
@@ -164,7 +175,7 @@ NewModel = Annotated[
     ),
 ]
 NewFile = Annotated[Path | None, typer.Option(callback=_check_file)]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_plot)]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_file)]
 BatchSize = Annotated[int, typer.Option("--batch-size", "--batch", min=1)]
 SelfExtend = Annotated[
     str | None,
@@ -370,26 +381,6 @@ def override_precision(base: "Precision", data: Any, where: str) -> "Precision":
     return Precision.from_dict({**dataclasses.asdict(base), **data}, where)
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Raise CheckpointError if an option's file cannot be written; call it before the work.
-
-    In a group of processes the first one checks and all raise.
-    """
-
-    def complain() -> str:
-        if path is None:
-            return ""
-        if not path.parent.is_dir():
-            return f"{option} {path}: {path.parent} is not a directory"
-        if path.is_dir():
-            return f"{option} {path} is a directory; name a file"
-        writable = os.access(path if path.exists() else path.parent, os.W_OK)
-        return "" if writable else f"{option} {path}: no write permission"
-
-    if complaint := multihost.broadcast_from_zero(complain):
-        raise CheckpointError(complaint)
-
-
 def parts_dir(target: Path) -> Path:
     """Return the directory of the finished work of a run: OUT.parts, next to the result."""
     result = Path(os.path.realpath(target))
@@ -414,13 +405,15 @@ def split_commas(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def split_numbers(option: str, text: str, kind: Callable[[str], V] = int) -> list[V]:
-    """Return comma-separated numbers. Raises ConfigError for any other text."""
-    try:
-        return [kind(part) for part in split_commas(text)]
-    except ValueError:
-        found = f"got {text!r:.60}"
-        raise ConfigError(f"{option} must be numbers separated by commas, {found}") from None
+def split_numbers(
+    option: str, text: str, kind: Callable[[str], V] = int, *, least: int = 1
+) -> list[V]:
+    """Return comma-separated numbers. Raises ConfigError for fewer, or any other text."""
+    with contextlib.suppress(ValueError):
+        found = [kind(part) for part in split_commas(text)]
+        if len(found) >= least:
+            return found
+    raise ConfigError(f"{option} must be numbers separated by commas, got {text!r:.60}")
 
 
 def read_options(

@@ -66,8 +66,6 @@ def recall(
         raise ConfigError("--self-extend requires --policies self-extend")
     asked_lengths = [*dict.fromkeys(split_numbers("--lengths", lengths))]
     asked_depths = [*dict.fromkeys(split_numbers("--depths", depths, float))]
-    if not asked_lengths or not asked_depths:
-        raise ConfigError("--lengths and --depths must be numbers separated by commas: got none")
     with spinner("starting"):
         from jaxllm.evaluate.needle import grid
     grid.select_policies(chosen)

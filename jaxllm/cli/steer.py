@@ -49,7 +49,7 @@ def steer(
 
     check_absent(out)
     texts = read_pairs(pairs)
-    chosen = {*split_numbers("--layers", layers)} if layers else None
+    chosen = None if layers is None else {*split_numbers("--layers", layers)}
     lm = loading.load(model)
     from jaxllm.inside import find_directions, write_directions
 

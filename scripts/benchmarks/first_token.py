@@ -207,7 +207,7 @@ def measure(model: str, prompt: str, folder: Path) -> Any:
         watch = [sys.executable, __file__, "--watch", str(time.time()), file]
         done = subprocess.run([*watch, *command], env=environment, capture_output=True, text=True)
         if done.returncode or not Path(file).exists():
-            raise SystemExit(f"jaxllm generate -m {model}: {done.stderr}")
+            raise SystemExit(f"jaxllm generate {model}: {done.stderr}")
         return json.loads(Path(file).read_text(encoding="utf-8"))
 
 

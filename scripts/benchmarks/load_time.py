@@ -76,7 +76,7 @@ def main() -> None:
         if not path.exists():
             parser.error(f"{path} does not exist")
     model = str(options.model)
-    ours = [sys.executable, "-m", "jaxllm", "generate", "-m", model, "-p", "a", "-n", "1"]
+    ours = [sys.executable, "-m", "jaxllm", "generate", model, "-p", "a", "-n", "1"]
     llama_cpp = [str(options.llama_bench), "-m", model, "-t", options.threads, "-p", "0", "-n", "1",
               "-r", "1", "--no-warmup"]  # fmt: skip
     results: dict[str, list[tuple[float, float, float]]] = {"jaxllm": [], "llama.cpp": []}

@@ -280,8 +280,8 @@ def test_recall_command_writes_table_json_and_picture(
 def test_recall_command_refuses_bad_options_first(run: Run, tmp_path: Path) -> None:
     """Bad --lengths, --depths and --picture are refused before the model is loaded."""
     for given, message in {
-        ("--lengths", "many"): "--lengths must be comma-separated numbers",
-        ("--depths", ""): "--depths must be comma-separated numbers",
+        ("--lengths", "many"): "--lengths must be numbers separated by commas",
+        ("--depths", ""): "--depths must be numbers separated by commas",
         ("--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
         status, out, err = run("recall", tmp_path, *given)
