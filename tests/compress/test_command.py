@@ -119,10 +119,7 @@ def test_invalid_arguments_are_refused_before_work(
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("it")
-    status, out, err = run("compress", "demo:llama", "out", *arguments)
-    assert (status, out) == (1, "")
-    assert message in err
-    assert len(err.splitlines()) == 1, err
+    assert_refused(run, message, "compress", "demo:llama", "out", *arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "story.txt"]
     assert SEEN == []
 

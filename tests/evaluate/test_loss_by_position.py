@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.evaluate.likelihood.perplexity import bucket_edges, bucket_losses, token_positions
 from jaxllm.text.tokenizer import Tokenizer
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused
 from tests.tiny_models import load_twin
 
 Find = Callable[[str], Path]
@@ -110,6 +110,4 @@ def test_by_position_refuses_conflicting_options_first(run: Run, tmp_path: Path)
         ("--by-position", "--other-quantize", "int4"): "--by-position measures one model",
         ("--by-position", "--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
-        status, out, err = run("perplexity", tmp_path, "--text", "-", *given)
-        assert (status, out) == (1, "")
-        assert message in err
+        assert_refused(run, message, "perplexity", tmp_path, "--text", "-", *given)

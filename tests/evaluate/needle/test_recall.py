@@ -18,7 +18,7 @@ from jaxllm.evaluate.needle.haystack import FRIENDS, KINDS, STYLES, make_probe
 from jaxllm.evaluate.needle.prefill import prefill_texts, score_answers
 from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
 from jaxllm.models import build
-from tests.conftest import Run, succeed
+from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import (
     Twin,
     assert_close,
@@ -284,5 +284,4 @@ def test_recall_command_refuses_bad_options_first(run: Run, tmp_path: Path) -> N
         ("--depths", ""): "--depths must be numbers separated by commas",
         ("--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
-        status, out, err = run("recall", tmp_path, *given)
-        assert (status, out) == (1, "") and message in err
+        assert_refused(run, message, "recall", tmp_path, *given)
