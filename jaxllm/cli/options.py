@@ -46,7 +46,7 @@ def check_paths(values: Mapping[str, Any]) -> None:
     from jaxllm.checkpoints.resolve import resolve_path
 
     model = values.get("model")
-    if model is not None and not model.startswith("hf:") and not values.get("server"):
+    if model is not None and not model.startswith("hf:"):
         try:
             resolve_path(model)
         except CheckpointError as error:
