@@ -136,7 +136,7 @@ def check_new(last_file: str, what: str) -> Callable[[Path], Path]:
 
 
 def _check_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check before the work that an option's file can be written, and a PNG file drawn.
+    """Check before the work that an option's file can be written.
 
     In a group of processes the first one checks and all raise.
     """
@@ -154,11 +154,16 @@ def _check_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
 
     if complaint := multihost.broadcast_from_zero(complain):
         raise CheckpointError(f"{option} {path}: {complaint}")
-    if path.suffix == ".png":
+    return path
+
+
+def _check_plot(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check before the work that a plot can be drawn and written."""
+    if path is not None:
         from jaxllm.files.plots import check_plot
 
-        check_plot(option)
-    return path
+        check_plot(max(param.opts, key=len))
+    return _check_file(param, path)
 
 
 def _check_self_extend(text: str | None) -> str | None:
@@ -175,7 +180,7 @@ NewModel = Annotated[
     ),
 ]
 NewFile = Annotated[Path | None, typer.Option(callback=_check_file)]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_file)]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_plot)]
 BatchSize = Annotated[int, typer.Option("--batch-size", "--batch", min=1)]
 SelfExtend = Annotated[
     str | None,

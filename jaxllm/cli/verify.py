@@ -7,7 +7,7 @@ import typer
 
 from jaxllm.cli.console import log, write, write_json
 from jaxllm.cli.option_groups import ReferenceWeightOptions
-from jaxllm.cli.options import AsJson, Model, NewFile, parse_dtype
+from jaxllm.cli.options import AsJson, Model, Plot, parse_dtype
 
 EXAMPLE = """
 Examples:
@@ -29,7 +29,7 @@ def verify(
     length: int = 48,
     tolerance: float | None = None,
     as_json: AsJson = False,
-    plot: NewFile = None,
+    plot: Plot = None,
     invariance: bool = False,
     *,
     loading: ReferenceWeightOptions,
