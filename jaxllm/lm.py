@@ -323,7 +323,7 @@ class LM:
 
         return prepare_request(request, self._read_request)
 
-    async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Generate from one prompt as `generate` does, without blocking the event loop.
 
         All coroutines of this model share one batch of 8 rows (`BackgroundServer`), so many run at
@@ -335,7 +335,9 @@ class LM:
         assert isinstance(completion, Completion)
         return completion
 
-    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
+    async def astream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncIterator[StreamChunk]:
         """Yield a `StreamChunk` per token as `stream` does, without blocking the event loop.
 
         Leaving the loop early ends the request; see `agenerate`.

@@ -256,14 +256,7 @@ LMS: dict[str, Call] = {
         },
     ),
     "verify": Call(jaxllm.verify, "path", lambda m: ("demo:llama",)),
-    "LM.generate": Call(
-        LM.generate, "- prompt", lambda m: (m, [5]),
-        {
-            "max_new_tokens": "whole?", "logits_processor": "function",
-            "stopping_criteria": "function", "cache": "cache?",
-        },
-        ONE,
-    ),
+    "LM.generate": Call(LM.generate, "- prompt", lambda m: (m, [5])),
     "LM.stream": Call(LM.stream, "- prompt", lambda m: (m, [5])),
     "LM.encode": Call(LM.encode, "- prompt", lambda m: (m, [5])),
     "LM.decode": Call(LM.decode, "- tokens", lambda m: (m, [5])),

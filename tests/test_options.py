@@ -218,8 +218,9 @@ def test_generate_accepts_id_sequences_and_arrays(lm: jaxllm.LM) -> None:
     for wrong in ([10**30], [2**31 + 5], [-(2**40)], np.zeros((1, 1, 1), int), jnp.array(5)):
         with pytest.raises(TokenError):
             lm.generate(wrong)
-    with pytest.raises(TokenError, match="one prompt"):
-        lm.stream([])
+    for several in ([], [[1], [2]]):
+        with pytest.raises(TokenError, match="one prompt"):
+            lm.stream(several)
     with pytest.raises(TokenError, match=r"the prompt: token id .* \(token 1\)"):
         lm.embed([[5, 2**40]])
 
