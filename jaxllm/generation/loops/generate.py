@@ -359,7 +359,7 @@ def _prepare(
     rows = start_rows(token_BL, length_B, budget_B, sampler, seed, eos_token_ids)
     plan = Plan(
         model, 1 if by_step else token_BL.shape[1], top=top_logprobs, processed=processed_logprobs,
-        attention_mass=attention_mass, names=names,
+        brief=not by_step, attention_mass=attention_mass, names=names,
     )  # fmt: skip
     inputs = LoopInputs(params, edits=checked)
     if attention_mass is False:  # while the prompt's program is compiled, and the prompt runs

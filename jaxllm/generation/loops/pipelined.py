@@ -63,7 +63,7 @@ def run_pipelined(
         )
         done = jnp.maximum((number + 1) // stages - 1, 0)  # rounds of the rows that leave
         put = partial(_put_round, done=done, leaves_B=leaves_B)
-        results = jax.tree.map(put, results, drawn)
+        results = jax.tree.map(put, results, drawn.brief() if plan.brief else drawn)
         return number + 1, tail.replace(tail=segment), rows, results, flight, position_B
 
     begin = (

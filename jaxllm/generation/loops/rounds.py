@@ -43,6 +43,7 @@ class Plan(NamedTuple):
         acceptance: As in `speculative_generate`.
         top: Number of likeliest tokens to return.
         processed: Whether to return the log-probabilities after processors.
+        brief: Return tokens and log-probabilities alone.
         attention_mass: As for `forward`; only with a cache.
         names: The sites to read in full; only by `run_round`, with a cache.
     """
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     acceptance: Acceptance = "text"
     top: int = 0
     processed: bool = False
+    brief: bool = False
     attention_mass: MassMode = False
     names: tuple[str, ...] = ()
 
@@ -253,7 +255,8 @@ def run_rounds(
         i, tails, rows, mass, results = carry
         tails, rows, out = run_round(plan, inputs, tails, rows)
         mass = None if mass is None else mass + out.mass
-        results = jax.tree.map(lambda x, new: x.at[i].set(new), results, out.drawn)
+        drawn = out.drawn.brief() if plan.brief else out.drawn
+        results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
         return i + 1, tails, rows, mass, results
 
     start = (jnp.zeros((), jnp.int32), tails, rows, mass, results)
@@ -267,7 +270,7 @@ def blank_results(plan: Plan, rows: RowState) -> Drawn:
     shape = (plan.rounds, plan.width + 1, *rows.finish_B.shape)
     number, token = jnp.zeros(shape), jnp.full(shape, NO_TOKEN, jnp.int32)
     top = (*shape, plan.top)
-    return Drawn(
+    drawn = Drawn(
         token_B=token,
         logprob_B=number,
         valid_B=number.astype(bool),
@@ -277,6 +280,7 @@ def blank_results(plan: Plan, rows: RowState) -> Drawn:
         top_logprob_BN=jnp.zeros(top) if plan.top else None,
         processed_B=number if plan.processed else None,
     )
+    return drawn.brief() if plan.brief else drawn
 
 
 def _run_one_round(

@@ -74,6 +74,10 @@ class Drawn(NamedTuple):
     top_logprob_BN: Any = None
     processed_B: Any = None
 
+    def brief(self) -> "Drawn":
+        """Return the tokens and log-probabilities alone."""
+        return self._replace(valid_B=None, finish_B=None, draft_B=None)
+
 
 # Returns a token for each row, the next samplers, and the processed scores or None, from the rows,
 # the kinds of their samplers, the rows that draw, and logits.
@@ -240,7 +244,7 @@ def join_drawn(parts: Sequence[Drawn], width: int) -> dict[str, np.ndarray]:
     place_M = (np.cumsum(token_NB >= 0, axis=0) - 1)[step_M, row_M]
     joined = {}
     for name in Drawn._fields:
-        if getattr(parts[0], name) is None:
+        if any(getattr(part, name) is None for part in parts):
             continue
         x = flat(name)
         blank = NO_TOKEN if "token" in name else 0
