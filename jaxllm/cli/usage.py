@@ -63,10 +63,12 @@ def _suggest_option(option: str, params: list[Any]) -> str:
 
 
 def _describe_value(error: typer.BadParameter) -> str:
-    """Return a message for one value of the wrong type or out of bounds, else ""."""
+    """Return a message for one value of the wrong type, out of bounds or no choice, else ""."""
     complaints: list[Any] = getattr(error.__cause__, "errors", list)()
-    if len(complaints) != 1 or complaints[0]["type"] not in _EXPECTED or error.param is None:
+    if len(complaints) != 1 or error.param is None:
         return ""
-    (complaint,) = complaints
-    expected = _EXPECTED[complaint["type"]].format(**complaint.get("ctx", {}))
-    return f"{max(error.param.opts, key=len)} must be {expected}, got {complaint['input']!r:.60}"
+    (complaint,), name = complaints, max(error.param.opts, key=len)
+    if (expected := _EXPECTED.get(complaint["type"])) is None:
+        return f"{name}: {complaint['msg'].removeprefix('Value error, ').rstrip('.')}"
+    bound = expected.format(**complaint.get("ctx", {}))
+    return f"{name} must be {bound}, got {complaint['input']!r:.60}"

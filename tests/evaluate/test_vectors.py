@@ -25,7 +25,7 @@ from jaxllm.evaluate.parity.activations import (
 from jaxllm.evaluate.parity.compare import Tolerance
 from jaxllm.evaluate.parity.golden import check, make, read
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
-from tests.conftest import ROOT, succeed
+from tests.conftest import ROOT, assert_refused, succeed
 from tests.evaluate.test_parity import change_weight, verdict
 from tests.tiny_models import random_model, save_random
 
@@ -295,10 +295,8 @@ def test_vectors_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
     found = json.loads(out)
     assert (status, found["holds"], found["differs"]) == (0, True, ["weights"])
     assert found["cases"].keys() == {"text 0", "left", "right", "cached"}
-    status, _, err = run("vectors", "make", model, made)
-    assert status == 1
-    assert "already holds" in err
-    assert run("vectors", "make", model, made, "--from", "nowhere")[0] == 1
+    assert_refused(run, "already holds", "vectors", "make", model, made)
+    assert_refused(run, "is not one of", "vectors", "make", model, made, "--from", "nowhere")
 
 
 def test_vectors_command_supports_quantized_models(run: Any, tmp_path: Path) -> None:
