@@ -52,8 +52,8 @@ def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedSch
         groups = {}
     widths = set()
     for name, group in groups.items():
-        found, wrong = _read_group_bits(group)
-        widths.add(found)
+        bits, wrong = _read_group_bits(group)
+        widths.add(bits)
         complaints += [f"config_groups.{name}: {text}" for text in wrong]
     if complaints:
         raise ConfigError(f"{where}: {'; '.join(complaints)}")
@@ -105,12 +105,12 @@ def import_compressed_tensors(
     formats = {}
     for path, shape in linears.items():
         stem = path.removesuffix(".weight")
-        found = {p: t for p in SUFFIXES if (t := tensors.pop(f"{stem}.{p}", None)) is not None}
+        stored = {p: t for p in SUFFIXES if (t := tensors.pop(f"{stem}.{p}", None)) is not None}
         if not scheme.is_packed and path in tensors and tensors[path].dtype == np.int8:
-            found["weight_packed"] = tensors.pop(path)
-        if not found:
+            stored["weight_packed"] = tensors.pop(path)
+        if not stored:
             continue
-        wrong, kind = _choose_format(scheme, stem, shape, found)
+        wrong, kind = _choose_format(scheme, stem, shape, stored)
         complaints += wrong
         if kind is None or path in tensors:
             if kind is not None:
@@ -118,7 +118,7 @@ def import_compressed_tensors(
             tensors[path] = LazyTensor(np.dtype(np.float32), shape, lambda: np.empty(0))
             continue
         formats[path] = kind.name
-        for name, tensor in _make_pieces(scheme, kind, shape, found).items():
+        for name, tensor in _make_pieces(scheme, kind, shape, stored).items():
             tensors[f"{path}{name}"] = tensor
     if not formats and not complaints:
         complaints.append("no tensor is quantized, but config.json has a quantization_config")
@@ -126,14 +126,14 @@ def import_compressed_tensors(
 
 
 def _choose_format(
-    scheme: CompressedScheme, stem: str, shape: tuple[int, int], found: Mapping[str, LazyTensor]
+    scheme: CompressedScheme, stem: str, shape: tuple[int, int], stored: Mapping[str, LazyTensor]
 ) -> tuple[list[str], IntFormat | None]:
     """Return complaints about a matrix's tensors, and its format if there are none."""
     rows, columns = shape
-    missing = [f"{stem}.{p} is missing" for p in SUFFIXES[:2] if p not in found]
+    missing = [f"{stem}.{p} is missing" for p in SUFFIXES[:2] if p not in stored]
     if missing:
         return missing, None
-    codes, scale, zero = (found.get(piece) for piece in SUFFIXES)
+    codes, scale, zero = (stored.get(piece) for piece in SUFFIXES)
     assert codes is not None
     assert scale is not None
     by_shape: dict[tuple[int, ...], int]
@@ -171,7 +171,7 @@ def _make_pieces(
     scheme: CompressedScheme,
     kind: IntFormat,
     shape: tuple[int, int],
-    found: Mapping[str, LazyTensor],
+    tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
     """Return the pieces of the leaf, computed when they are read."""
     rows, columns = shape
@@ -179,22 +179,22 @@ def _make_pieces(
 
     def read_rows(piece: str) -> np.ndarray:
         """Read a number for each row and group, or one for all."""
-        stored = found[piece].read()
+        stored = tensors[piece].read()
         return stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1)
 
     def read_zeros() -> np.ndarray:
         if not scheme.is_packed:
             return read_rows("weight_zero_point").view(np.uint8) ^ middle
-        stored = found["weight_zero_point"].read()
+        stored = tensors["weight_zero_point"].read()
         return unpack_gptq(np.ascontiguousarray(stored.T), kind.bits)[:, :rows].T
 
     def read_codes() -> np.ndarray:
-        stored = found["weight_packed"].read()
+        stored = tensors["weight_packed"].read()
         if scheme.is_packed:
             return unpack_gptq(stored, kind.bits)[:, :columns]
         return stored.view(np.uint8) ^ middle
 
-    scale = found["weight_scale"]
+    scale = tensors["weight_scale"]
     group = columns // (scale.shape[1] if scale.ndim == 2 else 1)
     return make_pieces(
         kind, shape, group, read_codes, lambda: read_rows("weight_scale"), read_zeros

@@ -202,7 +202,7 @@ def write_rope(rope: Rope, context: int) -> dict[str, Any]:
 
 def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:
     """Return the rotary settings in a config.json that no type has, as "rope_scaling.NAME"."""
-    found = []
+    unknown = []
     for name in sorted(ROPE_FIELD_NAMES & data.keys()):
         given = data[name] if isinstance(data[name], Mapping) else {}
         inner = {k: v for k, v in given.items() if isinstance(v, Mapping)}  # per layer type
@@ -211,8 +211,8 @@ def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:
             **{f"{name}.{k}": v for k, v in inner.items()},
         }.items():
             known = ROPE_SETTINGS | ROPE_ALLOWED.keys() | inner.keys()
-            found += [f"{where}.{key}" for key in settings if key not in known]
-    return found
+            unknown += [f"{where}.{key}" for key in settings if key not in known]
+    return unknown
 
 
 def read_rope(

@@ -40,14 +40,14 @@ class ExpertLayout:
     def read(self, tensors: Tensors, config: MoEConfig) -> Tensors:
         result, each = Tensors(), dict[str, dict[int, LazyTensor]]()
         for path, tensor in tensors.items():
-            if found := self._expert_pattern.fullmatch(path):
-                name = PROJECTIONS[self.names.index(found[3])]
-                stack = each.setdefault(f"{found[1]}mlp.experts.{name}.weight", {})
-                stack[int(found[2])] = tensor
-            elif found := _FUSED.fullmatch(path):
-                result |= _split_fused_experts(path, found[1], tensor, config)
-            elif found := self._router_pattern.fullmatch(path):
-                result[f"{found[1]}mlp.gate.weight"] = tensor
+            if match := self._expert_pattern.fullmatch(path):
+                name = PROJECTIONS[self.names.index(match[3])]
+                stack = each.setdefault(f"{match[1]}mlp.experts.{name}.weight", {})
+                stack[int(match[2])] = tensor
+            elif match := _FUSED.fullmatch(path):
+                result |= _split_fused_experts(path, match[1], tensor, config)
+            elif match := self._router_pattern.fullmatch(path):
+                result[f"{match[1]}mlp.gate.weight"] = tensor
             else:
                 result[path] = tensor
         for path, experts in each.items():
@@ -59,10 +59,10 @@ class ExpertLayout:
     def write(self, tensors: Tensors, config: MoEConfig) -> Tensors:
         result = Tensors()
         for path, tensor in tensors.items():
-            if found := _STACK.fullmatch(path):
-                name = self.names[PROJECTIONS.index(found[2])]
+            if match := _STACK.fullmatch(path):
+                name = self.names[PROJECTIONS.index(match[2])]
                 for expert in range(tensor.shape[0]):
-                    to = f"{found[1]}{self.module}.experts.{expert}.{name}.weight"
+                    to = f"{match[1]}{self.module}.experts.{expert}.{name}.weight"
                     result[to] = _slice_expert(tensor, expert)
             else:
                 router = re.fullmatch(_LAYER + r"mlp\.gate\.weight", path)

@@ -54,28 +54,28 @@ def as_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     Kernels are transposed: Dense has `[in, out]` and PyTorch's Linear `[out, in]`; GPT-2's
     FlaxConv1D and Conv1D are the other way round.
     """
-    found: dict[str, LazyTensor] = {}
+    renamed: dict[str, LazyTensor] = {}
     for path, tensor in tensors.items():
         *modules, last = path.removeprefix("params/").split("/")
         name = ".".join((*modules, TORCH_NAMES.get(last, last)))
-        if name in found:
+        if name in renamed:
             raise CheckpointError(f"{path} is a duplicate of {name}")
-        found[name] = tensor.transpose() if last == "kernel" and tensor.ndim == 2 else tensor
-    return found
+        renamed[name] = tensor.transpose() if last == "kernel" and tensor.ndim == 2 else tensor
+    return renamed
 
 
 def _flatten(tree: Tree, where: str, path: str) -> dict[str, LazyTensor]:
-    found: dict[str, LazyTensor] = {}
+    flat: dict[str, LazyTensor] = {}
     for name, value in tree.items():
         inner = f"{path}{name}"
         if isinstance(value, dict):
             held = _join_chunks(value, where + inner) if CHUNKED_KEY in value else None
-            found |= _flatten(value, where, f"{inner}/") if held is None else {inner: held}
+            flat |= _flatten(value, where, f"{inner}/") if held is None else {inner: held}
         elif isinstance(value, LazyTensor):
-            found[inner] = value
+            flat[inner] = value
         else:
             raise CheckpointError(f"{where}{inner} is {value!r:.40}, expected an array")
-    return found
+    return flat
 
 
 def _join_chunks(tree: Tree, where: str) -> LazyTensor:
@@ -145,13 +145,13 @@ class _Reader:
         self.item_count += length
         if depth >= MAX_DEPTH or self.item_count > MAX_ITEMS:
             raise self.error(f"nests more than {MAX_DEPTH} maps, or {MAX_ITEMS:,} entries")
-        found: Tree = {}
+        tree: Tree = {}
         for _ in range(length):
             name = self._read_text()
-            if name in found or not name or set(name) & set("./"):
+            if name in tree or not name or set(name) & set("./"):
                 raise self.error(f"has a duplicate or invalid name {name!r}")
-            found[name] = self.read_value(depth + 1)
-        return found
+            tree[name] = self.read_value(depth + 1)
+        return tree
 
     def _read_text(self) -> str:
         kind = self._read_number(1)
@@ -203,10 +203,10 @@ class _Reader:
         return int.from_bytes(self._read_bytes(width), "big")
 
     def _read_bytes(self, count: int) -> bytes:
-        if self.position + count > self.size or len(found := self.file.read(count)) != count:
+        if self.position + count > self.size or len(raw := self.file.read(count)) != count:
             raise self.error("ends too soon: cut off?")
         self.position += count
-        return found
+        return raw
 
 
 # MessagePack types, with the size in bytes of the number or length that follows.

@@ -59,12 +59,12 @@ class FusedLayout:
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
         result = Tensors()
         for path, tensor in tensors.items():
-            found = self._match(path)
-            if found is None:
+            match = self._match(path)
+            if match is None:
                 result[path] = tensor
                 continue
             for name, part in zip(self.parts, self.split_tensor(path, tensor, config), strict=True):
-                result[f"{found[1]}{name}{found[2]}"] = part
+                result[f"{match[1]}{name}{match[2]}"] = part
         return result
 
     def row_spans(self, config: ModelConfig) -> list[list[Span]]:
@@ -105,10 +105,10 @@ class FusedLayout:
             self.repeats(config),
         )
         for path, tensor in tensors.items():
-            found = first.fullmatch(path)
-            if found:
-                parts = [tensors[f"{found[1]}{name}{found[2]}"] for name in self.parts]
-                result[f"{found[1]}{self.fused}{found[2]}"] = concat_tensors(
+            match = first.fullmatch(path)
+            if match:
+                parts = [tensors[f"{match[1]}{name}{match[2]}"] for name in self.parts]
+                result[f"{match[1]}{self.fused}{match[2]}"] = concat_tensors(
                     [part for run in range(runs) for part in _slice_rows(parts, run, runs)]
                 )
             elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.parts):

@@ -60,8 +60,8 @@ def import_gptq_awq(
     formats = {}
     stems = [path.removesuffix(".weight") for path in linears]
     for stem in stems:
-        found = {p: t for p in SUFFIXES if (t := tensors.get(f"{stem}.{p}")) is not None}
-        if not found:
+        stored = {p: t for p in SUFFIXES if (t := tensors.get(f"{stem}.{p}")) is not None}
+        if not stored:
             continue
         bias = f"{stem}.bias"
         if bias in tensors and bias not in paths and not tensors[bias].read().any():
@@ -70,8 +70,8 @@ def import_gptq_awq(
         for piece in used:
             tensors.pop(f"{stem}.{piece}", None)
         if path in tensors:
-            complaints.append(f"{path} and {stem}.{next(iter(found))} are both stored")
-        matrix = _Matrix(scheme, stem, linears[path], found)
+            complaints.append(f"{path} and {stem}.{next(iter(stored))} are both stored")
+        matrix = _Matrix(scheme, stem, linears[path], stored)
         wrong = matrix.find_complaints()
         format, order = (None, None) if wrong else matrix.choose_format(wrong)
         complaints += wrong

@@ -203,8 +203,8 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], Architecture]:
     Raises ConfigError for a configuration that the format cannot express.
     """
     family = config.model_type
-    found = (t for t in TABLES.values() if t.config.model_type == family and t.writes(config))
-    table = next(found)
+    tables = (t for t in TABLES.values() if t.config.model_type == family and t.writes(config))
+    table = next(tables)
     data = table.write_config(config)
     if config.score is None:
         return data, table
@@ -278,7 +278,7 @@ def _rename_tensors(
     """
     linears = _linear_shapes(config)
     known = {HEAD, *dict(flatten(param_shapes(build(config)))), *list_tensor_names(linears)}
-    found: dict[str, LazyTensor] = {}
+    renamed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.buffers):
@@ -287,12 +287,12 @@ def _rename_tensors(
             continue
         is_fused = any(layout.matches(path) for layout in table.layouts)
         path = path if path in known or is_fused else name
-        if path in found:
+        if path in renamed:
             raise CheckpointError(f"{where}: {path} is stored twice, with and without a prefix")
-        found[path] = table.orient_tensor(path, tensor)
+        renamed[path] = table.orient_tensor(path, tensor)
     for layout in table.layouts:
-        found = layout.read(found, config)
-    return found
+        renamed = layout.read(renamed, config)
+    return renamed
 
 
 def _read_scheme(
@@ -374,19 +374,19 @@ def _open_weights(directory: Path, model_type: str) -> dict[str, LazyTensor]:
     names = [f"{base}.safetensors" for base in _base_names(directory)]
     for name in names:
         if (
-            found := _open_file_or_shards(directory, name, f"{name}.index.json", open_tensors)
+            files := _open_file_or_shards(directory, name, f"{name}.index.json", open_tensors)
         ) is None:
             continue
         # Safetensors written by a Flax class have Flax names too, joined by dots.
-        if not any(name.endswith(".kernel") for name in found):
-            return found
-        return _from_flax(directory, {n.replace(".", "/"): t for n, t in found.items()}, model_type)
+        if not any(name.endswith(".kernel") for name in files):
+            return files
+        return _from_flax(directory, {n.replace(".", "/"): t for n, t in files.items()}, model_type)
     if (
-        found := _open_file_or_shards(
+        files := _open_file_or_shards(
             directory, flax_msgpack.FILE_NAME, flax_msgpack.INDEX_NAME, open_flax
         )
     ) is not None:
-        return _from_flax(directory, found, model_type)
+        return _from_flax(directory, files, model_type)
     others = sorted(p.name for p in directory.glob("*.safetensors"))
     pickles = sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}"))
     if pickles and not others:

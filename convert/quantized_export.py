@@ -166,8 +166,8 @@ def _fuse_matrices(
     fused = dict(matrices)
     for layout in (layout for layout in table.layouts if isinstance(layout, FusedLayout)):
         ends = [f"{name}.weight" for name in layout.parts]
-        found = [p.removesuffix(end) for p in matrices for end in ends if p.endswith(f".{end}")]
-        for layer in dict.fromkeys(found):
+        layers = [p.removesuffix(end) for p in matrices for end in ends if p.endswith(f".{end}")]
+        for layer in dict.fromkeys(layers):
             paths = [f"{layer}{end}" for end in ends]
             parts = [fused.pop(path, None) for path in paths]
             one = parts[0]

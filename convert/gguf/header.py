@@ -102,10 +102,10 @@ def read_header(path: Path) -> Header:
         if key in settings:
             raise reader.error(f"the key {key!r:.80} occurs twice")
         settings[key] = reader.read_value(key)
-    found = [reader.read_tensor_info(number) for number in range(count)]
-    entries = dict(found)
-    if len(entries) < len(found):
-        ((twice, _),) = Counter(name for name, _ in found).most_common(1)
+    infos = [reader.read_tensor_info(number) for number in range(count)]
+    entries = dict(infos)
+    if len(entries) < len(infos):
+        ((twice, _),) = Counter(name for name, _ in infos).most_common(1)
         raise reader.error(f"the tensor {twice!r:.80} occurs twice")
     alignment = settings.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment not in {1 << n for n in range(3, 17)}:

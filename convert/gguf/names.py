@@ -202,8 +202,8 @@ def match_paths(modules: Iterable[ModuleRow], paths: Iterable[str]) -> Iterator[
     """Yield the parameter for each of our paths, or the path itself if no row matches."""
     back = {row: row._replace(path=row.tensor, tensor=row.path) for row in modules}
     rows = {row.path: row for row in modules}
-    for found in match_names(back.values(), paths):
-        if isinstance(found, str):
-            yield found
+    for match in match_names(back.values(), paths):
+        if isinstance(match, str):
+            yield match
         else:
-            yield MatchedParam(found.name, found.path, rows[found.module.tensor])
+            yield MatchedParam(match.name, match.path, rows[match.module.tensor])

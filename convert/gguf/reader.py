@@ -70,21 +70,21 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     blocks: dict[str, LazyTensor] = {}
     complaints: list[str] = []
     quantizable = _quantizable_paths(config, row)
-    for found in names.match_names(row.modules, (name for name in stored if name not in divisors)):
-        if isinstance(found, str):
-            complaints.append(f"{found} is not part of this model")
+    for match in names.match_names(row.modules, (name for name in stored if name not in divisors)):
+        if isinstance(match, str):
+            complaints.append(f"{match} is not part of this model")
             continue
-        header, entry = stored[found.name]
-        placed = _locate_tensor(header, entry, found, config, complaints)
-        leaf = placed.to_leaf() if found.path in quantizable else None
+        header, entry = stored[match.name]
+        placed = _locate_tensor(header, entry, match, config, complaints)
+        leaf = placed.to_leaf() if match.path in quantizable else None
         single = leaf is not None and len(placed.shape) == 3 and not can_stack(leaf[0].name)
         if leaf is None or single:  # stacks of experts lack some formats: exact floats
-            tensors[found.path] = placed.to_plain()
+            tensors[match.path] = placed.to_plain()
         else:
-            formats[found.path] = leaf[0].name
-            tensors |= {f"{found.path}{piece}": tensor for piece, tensor in leaf[1].items()}
+            formats[match.path] = leaf[0].name
+            tensors |= {f"{match.path}{piece}": tensor for piece, tensor in leaf[1].items()}
             if (mapped := placed.to_blocks()) is not None:
-                blocks[found.path] = mapped
+                blocks[match.path] = mapped
     check_tensors(tensors, config, str(path), formats, complaints)
     _warn_larger(path, entries.values())
     precision = _precision(tensors, formats, config)
@@ -106,11 +106,11 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
 def _warn_larger(path: Path, infos: Iterable[TensorInfo]) -> None:
     """Warn if tensors take more memory than in the file."""
     sizes = {row.name: row.bytes_per_weight for row in MORE_TYPES}
-    found = [info for info in infos if info.block.name in sizes]
-    if found:
-        stored = sum(info.nbytes for info in found)
-        held = sum(math.prod(info.shape) * sizes[info.block.name] for info in found)
-        names = ", ".join(sorted({info.block.name for info in found}))
+    large = [info for info in infos if info.block.name in sizes]
+    if large:
+        stored = sum(info.nbytes for info in large)
+        held = sum(math.prod(info.shape) * sizes[info.block.name] for info in large)
+        names = ", ".join(sorted({info.block.name for info in large}))
         warnings.warn(
             f"{path}: weights of type {names} become int8, or float32 for Q2_K:"
             f" {stored / 1e6:,.0f} MB of the file take {held / 1e6:,.0f} MB of memory",
@@ -136,47 +136,47 @@ def read_parts(path: Path) -> list[Header]:
         )
     if count > MAX_PARTS:
         raise CheckpointError(f"{path} has {count:,} parts, expected at most {MAX_PARTS:,}")
-    found = []
+    parts = []
     for i in range(count):
         name = f"{named['stem']}-{i + 1:05}-of-{count:05}.gguf"
-        found.append(header if i == number else read_header(path_inside(path.parent, name)))
-        says = [found[-1].settings.get(key) for key in ("split.no", "split.count")]
+        parts.append(header if i == number else read_header(path_inside(path.parent, name)))
+        says = [parts[-1].settings.get(key) for key in ("split.no", "split.count")]
         if says != [i, count]:
             raise CheckpointError(f"{path.parent / name}: split.no and split.count are {says}")
     seen: dict[str, Path] = {}
-    for part in found:
+    for part in parts:
         for name in part.tensor_infos:
             if name in seen:
                 raise CheckpointError(f"{part.path}: {name!r:.80} is also in {seen[name].name}")
             seen[name] = part.path
-    total = found[0].settings.get("split.tensors.count", len(seen))
+    total = parts[0].settings.get("split.tensors.count", len(seen))
     if total != len(seen):
         raise CheckpointError(
             f"{path}: the parts have {len(seen)} tensors, expected {total} (split.tensors.count)"
         )
-    return found
+    return parts
 
 
 def _locate_tensor(
     header: Header,
     entry: TensorInfo,
-    found: MatchedParam,
+    match: MatchedParam,
     config: ModelConfig,
     complaints: list[str],
 ) -> GGUFTensor:
     """Return a tensor with its rows in our order."""
-    order, plus = found.module.row_order, found.module.weight_offset
-    if found.module.row_range is not None:
-        begin, end, total = found.module.row_range(config)
+    order, plus = match.module.row_order, match.module.weight_offset
+    if match.module.row_range is not None:
+        begin, end, total = match.module.row_range(config)
         if not entry.shape or entry.shape[0] != total:
-            complaints.append(f"{found.name} has shape {entry.shape}, expected {total} rows")
+            complaints.append(f"{match.name} has shape {entry.shape}, expected {total} rows")
             return GGUFTensor(header.buffer, entry)
         return GGUFTensor(header.buffer, entry, np.arange(begin, end))
     if order is None:
         return GGUFTensor(header.buffer, entry, weight_offset=plus)
     back = order(config)
     if entry.shape[0] != len(back):
-        complaints.append(f"{found.name} has {entry.shape[0]} rows, expected {len(back)}")
+        complaints.append(f"{match.name} has {entry.shape[0]} rows, expected {len(back)}")
         return GGUFTensor(header.buffer, entry, weight_offset=plus)
     return GGUFTensor(header.buffer, entry, np.argsort(back), plus)
 
@@ -219,9 +219,9 @@ def _read_divisors(name: str, header: Header, entry: TensorInfo) -> np.ndarray:
 def _read_special_ids(header: Header) -> dict[str, Any]:
     """Return the special ids, as generation_config.json has them."""
     ends = find_ends(header.settings)
-    found = {
+    ids = {
         "bos_token_id": header.settings.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": header.settings.get("tokenizer.ggml.padding_token_id"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in ids.items() if value is not None}

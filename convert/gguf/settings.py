@@ -141,10 +141,10 @@ def write_config(
     Raises ConfigError with everything in a configuration that GGUF cannot express.
     """
     rows = [*ARCHITECTURES.items(), *MOE_ARCHITECTURES.items()]
-    found = [(n, row) for n, row in rows if type(config) is row.family.config]
-    if not found:
+    candidates = [(n, row) for n, row in rows if type(config) is row.family.config]
+    if not candidates:
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
-    name, row = found[0]
+    name, row = candidates[0]
     complaints = [
         f"{field} {getattr(config, field)!r} (expected {value!r})"
         for field, value in {**row.constants, **row.derive(vars(config), {})}.items()

@@ -103,26 +103,26 @@ def find_ends(settings: Mapping[str, Any]) -> list[Any]:
     tokens = ggml.get("tokens")
     listed = tokens if isinstance(tokens, list) else []
     ids = {listed[i]: i for i in sorted(map(listed.index, named.intersection(listed)))}
-    found = [ggml.get(key) for key in END_KEYS]
-    found += [index for token, index in ids.items() if token in END_NAMES]
+    end_ids = [ggml.get(key) for key in END_KEYS]
+    end_ids += [index for token, index in ids.items() if token in END_NAMES]
     for key, names in FILL_IN_NAMES.items():
-        found.append(ggml.get(key, next((ids[name] for name in names if name in ids), None)))
-    if wrong := [index for index in found if index is not None and type(index) is not int]:
+        end_ids.append(ggml.get(key, next((ids[name] for name in names if name in ids), None)))
+    if wrong := [index for index in end_ids if index is not None and type(index) is not int]:
         raise CheckpointError(f"tokenizer.ggml: {wrong[0]!r:.40} is not the id of a token")
     in_parts = ids.keys() >= {"<|end|>", "<|call|>", "<|return|>"}  # "<|end|>" ends a part only
     dropped = {None, ids["<|end|>"] if in_parts else None}
-    return [index for index in dict.fromkeys(found) if index not in dropped]
+    return [index for index in dict.fromkeys(end_ids) if index not in dropped]
 
 
 def find_templates(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name; the one without a name in the file is "default"."""
-    found = {"default": settings.get(TEMPLATE_KEY)}
-    found |= {
+    templates = {"default": settings.get(TEMPLATE_KEY)}
+    templates |= {
         name: template
         for key, template in settings.items()
         if re.fullmatch(r"\w+", name := key.removeprefix(f"{TEMPLATE_KEY}."))
     }
-    return {name: template for name, template in found.items() if isinstance(template, str)}
+    return {name: template for name, template in templates.items() if isinstance(template, str)}
 
 
 def read_template(
@@ -191,7 +191,7 @@ def _read_pieces(ggml: _Keys, where: str) -> tuple[list[str], np.ndarray]:
 
 def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
     """Return the ids of special tokens; raise CheckpointError for an invalid id."""
-    found = {}
+    roles = {}
     for role, key in ID_KEYS.items():
         index = ggml.get(key, defaults.get(role))
         if index is None:
@@ -202,8 +202,8 @@ def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int])
             raise CheckpointError(
                 f"{ggml.where}: tokenizer.ggml.{key} {index!r:.40} is none of {len(tokens):,} ids"
             )
-        found[role] = index
-    return found
+        roles[role] = index
+    return roles
 
 
 def _build_sentencepiece(
@@ -274,9 +274,9 @@ def _find_added_tokens(
         for kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
     )
     typed = control | user_defined | ({unknown} if unknown is not None else set())
-    found = typed | {index for index in special if len(tokens[index]) > 1}
-    special = special | (found - user_defined)
+    added = typed | {index for index in special if len(tokens[index]) > 1}
+    special = special | (added - user_defined)
     return [
         make_added_token(index, tokens[index], special=index in special) | {"normalized": False}
-        for index in sorted(found)
+        for index in sorted(added)
     ]

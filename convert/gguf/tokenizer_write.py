@@ -73,13 +73,13 @@ def make_tokenizer_keys(
         "add_bos_token": source.adds_bos,
         "add_eos_token": source.end is not None and source.end == roles.get("eos"),
     }
-    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    settings = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     named = {re.sub(r"\W", "_", name, flags=re.ASCII): text for name, text in templates.items()}
     for name, text in named.items():
-        found[TEMPLATE_KEY if name == "default" else f"{TEMPLATE_KEY}.{name}"] = text
+        settings[TEMPLATE_KEY if name == "default" else f"{TEMPLATE_KEY}.{name}"] = text
     if others := sorted(named.keys() - {"default"}):
-        found["tokenizer.chat_templates"] = others
-    return found
+        settings["tokenizer.chat_templates"] = others
+    return settings
 
 
 def _refusal(what: str) -> ConfigError:

@@ -106,20 +106,20 @@ def write_gguf(
     plain = dequantize_checkpoint(checkpoint) if checkpoint.formats else checkpoint
     tensors, parts = list[OutputTensor](), dict[str, list[tuple[int, OutputTensor]]]()
     replaced = dict[str, str]()
-    for found in names.match_paths(row.modules, plain.tensors):
-        if isinstance(found, str):
-            raise ConfigError(f"{found} has no GGUF name")
-        tensor = plain.tensors[found.path]
-        single, columns = tensor.ndim < 2 or found.module.always_float32, tensor.columns
-        block = BY_NAME["F32"] if single else choose_block(kind, found.name, columns, config)
-        if not single and block is not choose_block(kind, found.name, FULL_COLUMNS, config):
-            replaced[found.name] = block.name
-        held = _copy_codes(checkpoint, found, block)
-        quantized = held or _quantize_tensor(tensor, found, block, config)
-        if found.module.row_range is None:
+    for match in names.match_paths(row.modules, plain.tensors):
+        if isinstance(match, str):
+            raise ConfigError(f"{match} has no GGUF name")
+        tensor = plain.tensors[match.path]
+        single, columns = tensor.ndim < 2 or match.module.always_float32, tensor.columns
+        block = BY_NAME["F32"] if single else choose_block(kind, match.name, columns, config)
+        if not single and block is not choose_block(kind, match.name, FULL_COLUMNS, config):
+            replaced[match.name] = block.name
+        held = _copy_codes(checkpoint, match, block)
+        quantized = held or _quantize_tensor(tensor, match, block, config)
+        if match.module.row_range is None:
             tensors.append(quantized)
         else:
-            parts.setdefault(found.name, []).append((found.module.row_range(config)[0], quantized))
+            parts.setdefault(match.name, []).append((match.module.row_range(config)[0], quantized))
     tensors += [
         _concatenate([quantized for _, quantized in sorted(each, key=lambda part: part[0])])
         for each in parts.values()
@@ -144,17 +144,17 @@ def write_arrays(
 
 
 def _copy_codes(
-    checkpoint: Checkpoint, found: MatchedParam, block: BlockType
+    checkpoint: Checkpoint, match: MatchedParam, block: BlockType
 ) -> OutputTensor | None:
     """Return a leaf unchanged if its numbers are those of the type, else None."""
     leaf = BLOCK_TYPES[block.name].format if block.name in BLOCK_TYPES else None
-    if leaf is None or checkpoint.formats.get(found.path) != leaf.name:
+    if leaf is None or checkpoint.formats.get(match.path) != leaf.name:
         return None
-    *lead, columns = dict(flatten(param_shapes(build(checkpoint.config))))[found.path].shape
+    *lead, columns = dict(flatten(param_shapes(build(checkpoint.config))))[match.path].shape
     if columns % block.columns:
         return None
-    pieces = [checkpoint.tensors[f"{found.path}{name}"] for name in leaf.array_specs((1, 1))]
-    order = _row_order(found, checkpoint.config)
+    pieces = [checkpoint.tensors[f"{match.path}{name}"] for name in leaf.array_specs((1, 1))]
+    order = _row_order(match, checkpoint.config)
 
     def rows() -> Iterator[np.ndarray]:
         arrays = [x.read().reshape(-1, x.shape[-1]) for x in pieces]
@@ -165,13 +165,13 @@ def _copy_codes(
             else:
                 yield some[0]
 
-    return OutputTensor(found.name, block, (*lead, columns), rows)
+    return OutputTensor(match.name, block, (*lead, columns), rows)
 
 
 def _quantize_tensor(
-    tensor: LazyTensor, found: MatchedParam, block: BlockType, config: ModelConfig
+    tensor: LazyTensor, match: MatchedParam, block: BlockType, config: ModelConfig
 ) -> OutputTensor:
-    order, plus = _row_order(found, config), np.float32(found.module.weight_offset)
+    order, plus = _row_order(match, config), np.float32(match.module.weight_offset)
 
     def quantize_rows(part: np.ndarray) -> np.ndarray:
         numbers = part.astype(np.float32) + plus if plus else part
@@ -184,7 +184,7 @@ def _quantize_tensor(
             sound &= np.isfinite(block.dequantize(raw))
         if not sound.all():
             wrong = numbers[~sound][0]
-            raise CheckpointError(f"{found.path}: {wrong} is not a finite number in {block.name}")
+            raise CheckpointError(f"{match.path}: {wrong} is not a finite number in {block.name}")
         return raw
 
     def rows() -> Iterator[np.ndarray]:
@@ -196,7 +196,7 @@ def _quantize_tensor(
         for index in _row_slices(len(array), order):
             yield quantize_rows(array[index])
 
-    return OutputTensor(found.name, block, tensor.shape, rows)
+    return OutputTensor(match.name, block, tensor.shape, rows)
 
 
 def _concatenate(parts: list[OutputTensor]) -> OutputTensor:
@@ -216,8 +216,8 @@ def _float_vector(name: str, array: np.ndarray) -> OutputTensor:
     return OutputTensor(name, block, plain.shape, lambda: iter([block.quantize(plain)]))
 
 
-def _row_order(found: MatchedParam, config: ModelConfig) -> np.ndarray | None:
-    return None if found.module.row_order is None else found.module.row_order(config)
+def _row_order(match: MatchedParam, config: ModelConfig) -> np.ndarray | None:
+    return None if match.module.row_order is None else match.module.row_order(config)
 
 
 def _row_slices(count: int, order: np.ndarray | None) -> Iterator[Any]:

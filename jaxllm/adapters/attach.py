@@ -114,12 +114,12 @@ def resolve_adapter(config: ModelConfig, adapter: Adapter) -> dict[str, LoraSpec
 def check_params(config: ModelConfig, params: Params) -> None:
     """Raise ConfigError, naming what differs, for parameters of another model."""
     shapes = {path: x.shape for path, x in flatten(models.param_shapes(models.build(config)))}
-    found = {path: tuple(leaf.shape) for path, leaf in flatten(params)}
-    differ = [path for path in {**shapes, **found} if shapes.get(path) != found.get(path)]
+    own_shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params)}
+    differ = [path for path in {**shapes, **own_shapes} if shapes.get(path) != own_shapes.get(path)]
     if differ:
         raise ConfigError(
             f"the parameters belong to another model than this {config.model_type} configuration:"
-            f" {differ[0]} is {found.get(differ[0], 'missing')}, expected"
+            f" {differ[0]} is {own_shapes.get(differ[0], 'missing')}, expected"
             f" {shapes.get(differ[0], 'nothing')}"
         )
 

@@ -116,13 +116,13 @@ def _name_paths(adapters: AdapterPaths) -> dict[str, Path]:
             if not isinstance(name, str):
                 raise ConfigError(f"an adapter's name must be a string, got {name!r:.60}")
         return {name: Path(directory) for name, directory in directories.items()}
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for directory in map(Path, directories):
         name = directory.resolve().name.removesuffix(".gguf")
-        if name in found:
+        if name in paths:
             raise ConfigError(
-                f"two adapters have the name {name!r:.60}: {found[name]} and {directory}. Pass"
+                f"two adapters have the name {name!r:.60}: {paths[name]} and {directory}. Pass"
                 " names, {name: directory} (--adapter NAME=DIR)"
             )
-        found[name] = directory
-    return found
+        paths[name] = directory
+    return paths

@@ -180,11 +180,11 @@ def _open(directory: Path) -> dict[str, LazyTensor]:
 def _check_tensors(
     directory: Path, tensors: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise CheckpointError with every missing, unexpected, misshapen or broken tensor."""
+    """Raise CheckpointError with every missing, extra, misshapen or broken tensor."""
     if not wanted.keys() & tensors.keys():
-        found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
+        extra, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
         raise CheckpointError(
-            f"{directory} is an adapter for another model: no tensor name matches; got {found},"
+            f"{directory} is an adapter for another model: no tensor name matches; got {extra},"
             f" expected {expected}"
         )
     complaints = [f"{name} is missing" for name in wanted if name not in tensors]

@@ -114,14 +114,14 @@ class PrefixCache:
     def find(self, keys: Sequence[bytes]) -> list[Segment]:
         """Return the entries of the longest leading part of `keys` that is held."""
         with self._lock:
-            found = []
+            chunks = []
             for key in keys:
                 if key not in self._entries:
                     break
-                found.append(self._entries[key].segment)
-            for key in reversed(keys[: len(found)]):  # parents stay longer than children
+                chunks.append(self._entries[key].segment)
+            for key in reversed(keys[: len(chunks)]):  # parents stay longer than children
                 self._entries.move_to_end(key)
-            return found
+            return chunks
 
     def count(self, queried_tokens: int, hit_tokens: int) -> None:
         """Count the tokens of a prompt, and those of them that were found."""

@@ -37,16 +37,16 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     points = {name: _measured_points(rows) for name, rows in runs.items()}
-    measured = list(dict.fromkeys(point for found in points.values() for point in found))
+    measured = list(dict.fromkeys(point for run_points in points.values() for point in run_points))
     if not measured:
         raise ConfigError("nothing to plot: no step has a measured KL divergence")
     lowest = min((kl for _, _, kl in measured if kl > 0), default=1.0)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
-    for name, found in points.items():
-        if all(step == ORIGINAL for step, _, _ in found):
+    for name, run_points in points.items():
+        if all(step == ORIGINAL for step, _, _ in run_points):
             continue
-        xs, ys = [x for _, x, _ in found], [kl for _, _, kl in found]
+        xs, ys = [x for _, x, _ in run_points], [kl for _, _, kl in run_points]
         axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1 if len(runs) == 1 else 0.3, label=name)
     front = pareto((x, kl) for _, x, kl in measured)
     axes.plot(*zip(*front, strict=True), "ko--", linewidth=1, markersize=11, fillstyle="none",

@@ -90,8 +90,8 @@ class StepEvaluator:
     ) -> Row:
         data = "" if self.loader is None else self.loader.digest
         stored_row = journal.child("row", data, str(self.speed))
-        if (found := stored_row.get_with_facts("numbers")) is not None:
-            return msgspec.convert(found[1], Row)
+        if (stored := stored_row.get_with_facts("numbers")) is not None:
+            return msgspec.convert(stored[1], Row)
         if state is None:  # measured on other data, and the model is no longer available
             return Row(step=step, seconds=seconds)
         row = self.measure(step, state, seconds)
@@ -111,17 +111,17 @@ class StepEvaluator:
 
         with steps_bar("measuring", 2 * len(loader), self.show_progress) as done:
             models = run(original.model, original.params), run(compressed, state.params)
-            found = logits_divergence(original.model, loader.batches(), *models)
-        perplexity = found.other.perplexity
+            divergence = logits_divergence(original.model, loader.batches(), *models)
+        perplexity = divergence.other.perplexity
         return {
             "perplexity": perplexity.mean,
             "perplexity_error": perplexity.error,
-            "kl": found.kl.mean,
-            "kl_error": found.kl.error,
-            "kl_p99": found.kl_p99,
-            "same_top": found.same_top.mean,
-            "ratio": found.perplexity_ratio.mean,
-            "ratio_error": found.perplexity_ratio.error,
+            "kl": divergence.kl.mean,
+            "kl_error": divergence.kl.error,
+            "kl_p99": divergence.kl_p99,
+            "same_top": divergence.same_top.mean,
+            "ratio": divergence.perplexity_ratio.mean,
+            "ratio_error": divergence.perplexity_ratio.error,
         }
 
 
@@ -162,8 +162,8 @@ def as_table(rows: Sequence[Row]) -> str:
 
 def summarize(row: Row) -> str:
     """Summarize a row in one line."""
-    found = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
-    return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in found if value != "-")
+    shown = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
+    return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in shown if value != "-")
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:

@@ -120,9 +120,9 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
             continue
         narrow_config(config, kind, count)  # refused before the work
         model = models.build(config, teacher.model.precision)
-        found = measure_salience(model, params, kind, size.importance, rows)
+        salience = measure_salience(model, params, kind, size.importance, rows)
         dropped = group_count(config, kind) - count
-        config, params = cut_groups(config, params, kind, keep_most_salient(found, dropped))
+        config, params = cut_groups(config, params, kind, keep_most_salient(salience, dropped))
     model = models.build(config, teacher.model.precision)
     return dataclasses.replace(teacher, config=config, model=model, params=params, recipe=())
 

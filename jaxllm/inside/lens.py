@@ -206,13 +206,13 @@ def read_lens(path: str | Path, config: ModelConfig) -> Lens:
     LENS.check(read_header(path).metadata, path)
     tensors, arrays = open_tensors(path), []
     for name, shape in {"weight": (L, D, D), "bias": (L, D)}.items():
-        found = tensors.get(name)
-        if found is None or found.shape != shape or found.dtype != np.float32:
-            got = "nothing" if found is None else f"{found.dtype} {found.shape}"
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != np.float32:
+            got = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
             raise CheckpointError(
                 f"{path} is not a lens of this model: {name} is {got}, expected float32 {shape}"
             )
-        arrays.append(np.array(found.read()))
+        arrays.append(np.array(tensor.read()))
         if first_non_finite(arrays[-1]) is not None:
             raise CheckpointError(f"{path}: {name} holds NaN or infinity")
     return Lens(*arrays)

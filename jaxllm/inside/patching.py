@@ -150,8 +150,8 @@ def patch_paths(
         held: Edited = {name: [Set(suffix.cut(sweep.base_sites[name]))] for name in frozen}
         for name, edit in edits.items():
             held[name] = [*held.get(name, ()), edit]
-        _, found = suffix.run(held, tuple(reads))
-        return suffix.run({name: Set(x, heads=reads[name]) for name, x in found.items()})
+        _, sites = suffix.run(held, tuple(reads))
+        return suffix.run({name: Set(x, heads=reads[name]) for name, x in sites.items()})
 
     return sweep.run(run, positions, heads, batch_tokens, show_progress)
 
@@ -264,9 +264,9 @@ class _Sweep:
             sizes = " and ".join(f"{x.size:,}" for x in (self.token_1T, source_1T))
             raise TokenError(f"a text and its source must have one length, got {sizes} tokens")
         which = ["*"] if layers is None else _as_list("layers", layers)
-        found = [n for layer in which for n in find_sites(model.config, f"blocks.{layer}.{site}")]
-        self.names = tuple(dict.fromkeys(found))
-        kind, *others = {split_name(name)[1] for name in found}
+        sites = [n for layer in which for n in find_sites(model.config, f"blocks.{layer}.{site}")]
+        self.names = tuple(dict.fromkeys(sites))
+        kind, *others = {split_name(name)[1] for name in sites}
         if others or "S" in SITES[kind].axes:
             raise ConfigError(
                 f"cannot patch {site}. Name one site of a layer that has an array for each token"

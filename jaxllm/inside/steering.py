@@ -170,7 +170,7 @@ def read_directions(path: str | Path, config: ModelConfig | None = None) -> Dire
     else:
         STEERING.check(safetensors.read_header(path).metadata, path)
         tensors = safetensors.open_tensors(path)
-    found: Directions = {}
+    directions: Directions = {}
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"direction\.(0|[1-9][0-9]{0,5})", name)
         if layer is None:
@@ -179,17 +179,17 @@ def read_directions(path: str | Path, config: ModelConfig | None = None) -> Dire
             raise CheckpointError(
                 f"{path}: {name} must be a float32 vector, got {tensor.dtype} {tensor.shape}"
             )
-        found[int(layer[1])] = np.array(tensor.read())
-    widths = {x.shape[0] for x in found.values()}
+        directions[int(layer[1])] = np.array(tensor.read())
+    widths = {x.shape[0] for x in directions.values()}
     if len(widths) != 1:
         what = f"directions of widths {sorted(widths)}" if widths else "no directions"
         raise CheckpointError(f"{path} has {what}")
-    for layer_number, x in found.items():
+    for layer_number, x in directions.items():
         if first_non_finite(x) is not None:
             raise CheckpointError(f"{path}: direction.{layer_number} holds NaN or infinity")
     if config is not None:
-        check_fits_model(found, config, str(path))
-    return dict(sorted(found.items()))
+        check_fits_model(directions, config, str(path))
+    return dict(sorted(directions.items()))
 
 
 def check_fits_model(
@@ -247,9 +247,9 @@ def write_directions(
 def _open_gguf(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a control vector. Raises CheckpointError for another file."""
     header = read_header(path)
-    if (found := header.settings.get("general.architecture")) != _ARCHITECTURE:
+    if (architecture := header.settings.get("general.architecture")) != _ARCHITECTURE:
         raise CheckpointError(
-            f"{path} is not a control vector: general.architecture is {found!r:.40}"
+            f"{path} is not a control vector: general.architecture is {architecture!r:.40}"
         )
     if "direction.0" in header.tensor_infos:
         raise CheckpointError(f"{path}: direction.0 is not allowed: layers count from 1 in GGUF")

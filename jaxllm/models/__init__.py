@@ -159,16 +159,16 @@ def param_shapes(model: nn.Module) -> Params:
         raise ConfigError(f"model must be a Flax module (lm.model), got {model!r:.60}")
     c: ModelConfig = model.config
     forms = [c.layer_template(i) for i in range(c.num_hidden_layers)]
-    found = {
+    shapes = {
         form: _single_layer_shapes(model.clone(config=c.with_layers([form]))) for form in set(forms)
     }
     repeated: Params = {}
-    for name, form in found[forms[0]].items():
+    for name, form in shapes[forms[0]].items():
         block, _, number = name.partition(".")
         if not number:
             repeated[name] = form
             continue
-        repeated |= {f"{block}.{i}": found[form][name] for i, form in enumerate(forms)}
+        repeated |= {f"{block}.{i}": shapes[form][name] for i, form in enumerate(forms)}
     return repeated
 
 

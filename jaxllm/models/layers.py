@@ -163,11 +163,11 @@ class Trace(struct.PyTreeNode):
     def read_sites(self, names: Sequence[str]) -> dict[str, jax.Array]:
         """Return the arrays of sites by full name."""
         own = {**self.sites, "final_norm": self.norm, "logits": self.logits}
-        found = {}
+        arrays = {}
         for name in names:
             layer, site = split_name(name)
-            found[name] = (own if layer is None else self.layers[layer].sites)[site]
-        return found
+            arrays[name] = (own if layer is None else self.layers[layer].sites)[site]
+        return arrays
 
     @property
     def hidden_states(self) -> tuple[jax.Array, ...]:

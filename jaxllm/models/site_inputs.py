@@ -57,8 +57,8 @@ def find_sites(config: ModelConfig, pattern: Any) -> tuple[str, ...]:
     if not isinstance(pattern, str):
         raise ConfigError(f"a site is a name such as blocks.0.resid_post, got {pattern!r:.60}")
     name_pattern, names = expand_alias(pattern), site_names(config)
-    if found := tuple(fnmatch.filter(names, name_pattern)):
-        return found
+    if matches := tuple(fnmatch.filter(names, name_pattern)):
+        return matches
     block, _, site = name_pattern.removeprefix("blocks.").partition(".")
     if name_pattern.startswith("blocks.") and site in LAYER_SITES:
         if block.isdigit() and int(block) >= config.num_hidden_layers:
@@ -84,8 +84,8 @@ def check_read(
     """
     if isinstance(read, str) or not isinstance(read, Iterable):
         raise ConfigError(f"read must be a list of site names, got {read!r:.60}")
-    found = (name for pattern in read for name in find_sites(model.config, pattern))
-    names = tuple(dict.fromkeys(found))
+    sites = (name for pattern in read for name in find_sites(model.config, pattern))
+    names = tuple(dict.fromkeys(sites))
     if unfit := [name for name in names if split_name(name)[1] in refused]:
         raise ConfigError(why.format(unfit[0]))
     model.check_sites(read=names)
@@ -205,8 +205,8 @@ def _mix(x: Any) -> Any:
 def _names(structure: Any) -> list[str]:
     """Return the names of the types and functions in a pytree structure."""
     node = structure.node_data()
-    found = [] if node is None else [node[0].__name__, *_function_names(node[1])]
-    return found + [name for child in structure.children() for name in _names(child)]
+    names = [] if node is None else [node[0].__name__, *_function_names(node[1])]
+    return names + [name for child in structure.children() for name in _names(child)]
 
 
 def _function_names(data: Any) -> list[str]:

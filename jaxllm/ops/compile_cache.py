@@ -345,10 +345,10 @@ def _has_full_repr(value: Any) -> bool:
 def _static_data(structure: Any) -> list[Any]:
     """Return the node types and auxiliary data of a pytree structure."""
     node = structure.node_data()
-    found = [] if node is None else list(node)
+    data = [] if node is None else list(node)
     for child in structure.children():
-        found += _static_data(child)
-    return found
+        data += _static_data(child)
+    return data
 
 
 def _is_single_cpu() -> bool:

@@ -97,7 +97,7 @@ def attend_causally(
     those before them; with cuDNN's backward pass.
     """
     cudnn = _cudnn()
-    found: tuple[jax.Array, jax.Array] = cudnn.dot_product_attention(
+    output: tuple[jax.Array, jax.Array] = cudnn.dot_product_attention(
         q_BTNH,
         k_BTKH,
         v_BTKH,
@@ -105,7 +105,7 @@ def attend_causally(
         mask_type=cudnn.MaskType.CAUSAL,
         return_residual=True,
     )
-    return found
+    return output
 
 
 def merge(states: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:

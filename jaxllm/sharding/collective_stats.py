@@ -24,16 +24,16 @@ class CollectiveStats(NamedTuple):
 
 def count_collectives(text: str) -> dict[str, CollectiveStats]:
     """Count the collectives in a compiled program's text, by kind; kinds it lacks are omitted."""
-    found: dict[str, CollectiveStats] = {}
+    stats: dict[str, CollectiveStats] = {}
     for line in text.splitlines():
         if (call := _CALL.search(line)) is None:
             continue
         sizes = [_array_bytes(*array.groups()) for array in _ARRAY.finditer(call[1])]
         # The "-start" form lists operands before results.
         size = sum(sizes[len(sizes) // 2 :] if call[3] and call[2] != "all-reduce" else sizes)
-        old = found.get(call[2], CollectiveStats(0, 0, 0))
-        found[call[2]] = CollectiveStats(old.calls + 1, old.bytes + size, max(old.largest, size))
-    return found
+        old = stats.get(call[2], CollectiveStats(0, 0, 0))
+        stats[call[2]] = CollectiveStats(old.calls + 1, old.bytes + size, max(old.largest, size))
+    return stats
 
 
 def _array_bytes(name: str, bits: str | None, shape: str) -> int:

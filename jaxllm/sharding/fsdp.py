@@ -141,13 +141,13 @@ def add_data_axis(path: str, leaf: Any, specs: Any, axes: MeshSpec) -> Any:
         return specs.replace(weight=add_data_axis(path, leaf.weight, specs.weight, axes))
     pieces = jax.tree.leaves(leaf)
     named = jax.tree.leaves(specs)
-    found = [_with_data(x.shape, spec, axes) for x, spec in zip(pieces, named, strict=True)]
-    if not any(spec is not None for spec in found):
+    data_specs = [_with_data(x.shape, spec, axes) for x, spec in zip(pieces, named, strict=True)]
+    if not any(spec is not None for spec in data_specs):
         raise ConfigError(
             f"{path}: FSDP cannot shard it: no axis of {leaf.shape} is divisible by"
             f" data={axes.data}. Use another size of data, or drop FSDP"
         )
-    chosen = [new or old for new, old in zip(found, named, strict=True)]
+    chosen = [new or old for new, old in zip(data_specs, named, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(leaf), chosen)
 
 

@@ -113,12 +113,12 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
 @cache
 def find_rule(config: ModelConfig, exact: bool, path: str) -> PartitionRule:
     """Return the partition rule of the parameter at `path`. Raises ConfigError if there is none."""
-    found = first_match(partition_rules(config, exact), path)
-    if found is None:
+    rule = first_match(partition_rules(config, exact), path)
+    if rule is None:
         raise ConfigError(
             f"{path}: no partition rule of {config.model_type} matches this parameter"
         )
-    return found
+    return rule
 
 
 def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:

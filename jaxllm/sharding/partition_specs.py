@@ -174,18 +174,18 @@ def trace_specs(
     """
     stream, each = P(rows, split), P(rows, split, STAGE_AXES)
     entries = P(rows, None if axes.use_ulysses else split, cache_head_axes(axes))
-    memory, found = memory_specs(config, rows), list[Any]()
+    memory, layer_traces = memory_specs(config, rows), list[Any]()
     for number in layers:
         attended: list[Any] = [entries, entries, each, P(rows, STAGE_AXES), memory[number]]
         sites = {
             x: site_spec(x, rows, split) for x in read.intersection(layer_sites(config, number))
         }
         x: Any = each
-        found.append(Layer(AttentionOutput(*attended), x, sites))
+        layer_traces.append(Layer(AttentionOutput(*attended), x, sites))
     logits: Any = P(rows, None if single_column else split, vocab_axes or None)
     spec: Any = stream
     own: Any = {site: spec for site in read.intersection(MODEL_SITES)}
-    return Trace(embeddings=spec, layers=tuple(found), norm=spec, logits=logits, sites=own)
+    return Trace(embeddings=spec, layers=tuple(layer_traces), norm=spec, logits=logits, sites=own)
 
 
 def site_spec(site: str, rows: RowAxes, split: str | None) -> Any:

@@ -366,11 +366,11 @@ def lora_rules(weight: LoraWeight, rule: PartitionRule) -> dict[str, PartitionRu
 
 def bytes_per_device(tree: Any) -> dict[int, int]:
     """Return the bytes of a pytree's arrays on each local device, by device id."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
-            found[shard.device.id] = (
-                found.get(shard.device.id, 0)
+            sizes[shard.device.id] = (
+                sizes.get(shard.device.id, 0)
                 + math.prod(shard.data.shape) * shard.data.dtype.itemsize
             )
-    return found
+    return sizes

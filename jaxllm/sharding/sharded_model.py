@@ -268,15 +268,15 @@ def gather_lazy(params: Params, names: Callable[[str], tuple[str | None, ...]]) 
     Args:
         names: gives the paths of the entries of a stacked parameter, one per stage; None: empty.
     """
-    found: Params = {}
+    gathered: Params = {}
     for name, value in params.items():
         each = names(name)
         for i, own in enumerate(each):
             if own is None:
                 continue
             stage = i if len(each) > 1 else None
-            found[own] = map_leaves(partial(_lazy_weight, stage), {"": value})[""]
-    return found
+            gathered[own] = map_leaves(partial(_lazy_weight, stage), {"": value})[""]
+    return gathered
 
 
 def _lazy_weight(stage: int | None, _: str, leaf: Any) -> LazyWeight:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.compress.methods import ranks
+from jaxllm.compress.methods import low_rank
 from jaxllm.compress.methods.low_rank import (
     SVDResult,
     as_factored,
@@ -116,15 +116,16 @@ def test_ranks_from_energy_and_share() -> None:
     """
     sigma_R = np.array([4.0, 2.0, 2.0, 1.0])  # squares 16, 4, 4, 1 of 25
     wanted = {0.1: 1, 0.64: 1, 0.65: 2, 0.8: 2, 0.81: 3, 0.96: 3, 0.97: 4, 1.0: 4}
-    assert {e: ranks.rank_of_energy(sigma_R, e) for e in wanted} == wanted
-    assert ranks.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
-    assert ranks.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
-    assert ranks.saves_numbers((30, 20), 11) and not ranks.saves_numbers((30, 20), 12)  # 600 / 50
+    assert {e: low_rank.rank_of_energy(sigma_R, e) for e in wanted} == wanted
+    assert low_rank.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
+    assert low_rank.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
+    saves = low_rank.saves_numbers  # two factors have 50 numbers for each rank, the matrix 600
+    assert saves((30, 20), 11) and not saves((30, 20), 12)
     for wrong in (0.0, 1.0, -1, 1e-9):
         with pytest.raises(ConfigError, match=r"share|numbers"):
-            ranks.rank_of_share((64, 256), wrong)
+            low_rank.rank_of_share((64, 256), wrong)
     with pytest.raises(ConfigError, match="energy"):
-        ranks.rank_of_energy(sigma_R, 1.1)
+        low_rank.rank_of_energy(sigma_R, 1.1)
 
 
 def test_factors_have_requested_rank_and_format(weight: np.ndarray) -> None:
@@ -151,7 +152,7 @@ def test_rank_allocation_minimizes_relative_errors() -> None:
         return (truncation_error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
 
     for total in (3, 5, 7, 8):  # ranks, of 48 numbers each, at most 6 for a matrix
-        found = ranks.allocate_ranks(sigmas, shapes, 48 * total + 7)
+        found = low_rank.allocate_ranks(sigmas, shapes, 48 * total + 7)
         chosen = [rank for rank in found.values() if rank is not None]
         assert len(chosen) == 3 and sum(chosen) <= total
         best = min(
@@ -160,8 +161,8 @@ def test_rank_allocation_minimizes_relative_errors() -> None:
             if sum(each) <= total
         )
         np.testing.assert_allclose(sum(map(relative, found, chosen)), best, rtol=1e-12)
-    assert ranks.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
-    some = ranks.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
+    assert low_rank.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
+    some = low_rank.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
     assert list(some.values()).count(None) == 1
     with pytest.raises(ConfigError, match="1 short of rank 1"):
-        ranks.allocate_ranks(sigmas, shapes, 143)
+        low_rank.allocate_ranks(sigmas, shapes, 143)

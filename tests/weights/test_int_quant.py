@@ -172,19 +172,6 @@ def test_int_linear_and_embed_equal_dense(name: str) -> None:
     np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_int3_gradient_and_vmap_equal_dense() -> None:
-    x = jnp.asarray(np.random.default_rng(5).normal(0, 1, (3, 1, COLUMNS)).astype(np.float32))
-    _, weight = quantize_to("int3-g32-zp", numbers())
-    dense = np.asarray(weight.to_dense())
-    gradient = jax.jit(jax.grad(lambda x: linear(x, weight).sum()))(x[0])
-    np.testing.assert_allclose(np.asarray(gradient)[0], dense.sum(0), rtol=1e-5, atol=1e-6)
-    both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), weight)
-    y = jax.jit(jax.vmap(linear))(x, both)
-    expected = np.asarray(x) @ dense.T
-    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(weight.matmul(x[0])), expected[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("inner", ["int3-g32", "int4-g32-zp", "float32"])
 def test_permuted_weight_restores_column_order(inner: str) -> None:
     """Dense values, rows, products and saved arrays of an act-order weight equal the unpermuted

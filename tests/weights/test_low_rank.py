@@ -65,22 +65,6 @@ def test_low_rank_products_and_rows_equal_factors(
     assert np.isnan(taken[1, 1]).all() and not np.isnan(taken[1, 0]).any()
 
 
-def test_low_rank_stack_equals_single_matrices(matrix: np.ndarray) -> None:
-    stack = np.stack([matrix, matrix[::-1], 2 * matrix])
-    made: Any = as_format(jnp.asarray(stack), f"rank{K}/float32")
-    assert made.shape == stack.shape
-    x_RI = jnp.ones((2, COLUMNS))
-    several = jax.vmap(linear, in_axes=(None, 0))(x_RI, made)
-    for one, y_RO in zip(stack, several, strict=True):
-        assert_close(y_RO, np.asarray(linear(x_RI, as_format(jnp.asarray(one), made.format))))
-    blocks = stack.reshape(-1, COLUMNS)
-    collected = parse_format(made.format).quantize_blocks(
-        stack.shape, lambda: (blocks[i : i + 50] for i in (0, 50, 100))
-    )
-    np.testing.assert_array_equal(collected.left, made.left)
-    np.testing.assert_array_equal(collected.right, made.right)
-
-
 def test_low_rank_gradients_reach_inputs_and_factors(matrix: np.ndarray) -> None:
     made: Any = as_format(jnp.asarray(matrix), f"rank{K}/float32")
     x_RI = jnp.asarray(np.random.default_rng(2).normal(0, 1, (5, COLUMNS)).astype(np.float32))

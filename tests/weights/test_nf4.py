@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_format, parse_format
 from jaxllm.weights.linear import linear
 from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, Nf4Weight
@@ -135,23 +134,3 @@ def test_nf4_gradient_reaches_only_inputs() -> None:
     expected = np.broadcast_to(np.asarray(weight.to_dense()).sum(0), x.shape)
     np.testing.assert_allclose(to_x, expected, rtol=1e-5, atol=1e-6)
     assert to_mean == 0
-
-
-def test_nf4_stack_and_blocks_equal_single_matrices() -> None:
-    array = numbers((3, *SHAPE))
-    stack = quantize_nf4(array)
-    for i in range(3):
-        single = quantize_nf4(array[i])
-        for one, values in zip(jax.tree.leaves(single), jax.tree.leaves(stack), strict=True):
-            np.testing.assert_array_equal(values[i], one)
-    whole = jax.vmap(lambda w: w.to_dense())(stack)
-    np.testing.assert_array_equal(whole, stack.to_dense())
-    rows = array.reshape(-1, SHAPE[1])
-    for size in (1, 4, 21):
-        cut = parse_format("nf4").quantize_blocks(
-            array.shape, lambda size=size: (rows[i : i + size] for i in range(0, 21, size))
-        )
-        for one, values in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
-            np.testing.assert_array_equal(values, one)
-    with pytest.raises(ConfigError, match="requires a nonempty matrix"):
-        as_format(jnp.ones((4, 0)), "nf4")

@@ -15,8 +15,9 @@ from jaxllm import Override, Precision
 from jaxllm.checkpoints.native import load_params, open_native, save, with_params
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import as_format, parse_format, weight_format
+from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.packed_bf16 import NAME
@@ -61,6 +62,8 @@ def test_bf16_packed_sixteen_exponents_need_no_escape(least: int) -> None:
 def test_quantizing_matrix_without_columns_is_refused() -> None:
     with pytest.raises(ConfigError, match="requires a matrix with columns"):
         as_format(jnp.ones((4, 0)), "int8")
+    with pytest.raises(ConfigError, match="requires a nonempty matrix"):
+        as_format(jnp.ones((4, 0)), "nf4")
     assert as_format(jnp.ones((0, 4)), "int8").shape == (0, 4)
 
 
@@ -249,3 +252,32 @@ def test_quantized_take_accepts_numpy_arrays(name: str) -> None:
     weight = as_format(jnp.asarray(dense, dtype), name)
     host, rows = jax.tree.map(np.asarray, weight), jnp.array([[4, 0], [10, 4]])
     np.testing.assert_array_equal(host.take(rows), weight.take(rows))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int8", "int3-g32-zp", "int4-g64", "nf4", "nf4-f32", "rank5/float32"]
+    + [f"{x}-{y}" for x in ("float32", "bfloat16", "int8") for y in ("2:4", "bitmap")],
+)
+def test_stacks_blocks_and_gradients_equal_dense(name: str) -> None:
+    """A stack has the numbers and products of its matrices, quantizing by blocks of rows gives the
+    same arrays, and inputs have the gradients of the dense matrix.
+    """
+    array = np.random.default_rng(4).normal(0, 1, (3, 7, 150)).astype(np.float32)
+    array[..., 1::2] *= not name.endswith("2:4")
+    x, stack = jnp.asarray(array[0, :2]), as_format(jnp.asarray(array), name)
+    for one, dense in zip(array, np.asarray(to_dense(stack), np.float32), strict=True):
+        weight = as_format(jnp.asarray(one), name)
+        np.testing.assert_allclose(np.asarray(to_dense(weight), np.float32), dense, 1e-5, 1e-6)
+        gradient = jax.grad(lambda x, weight=weight: linear(x, weight).sum())(x)
+        np.testing.assert_allclose(gradient[0], dense.sum(0), rtol=1e-4, atol=1e-5)
+    if not name.endswith(("2:4", "bitmap")):
+        several = jax.vmap(linear, in_axes=(None, 0))(x, stack)
+        wanted = np.einsum("ri,eoi->ero", x, to_dense(stack))
+        np.testing.assert_allclose(several, wanted, rtol=1e-4, atol=1e-5)
+    rows = array.reshape(-1, 150)
+    for size in (1, 4, 21):
+        blocks = (rows[i : i + size] for i in range(0, 21, size))
+        cut = parse_format(name).quantize_blocks(array.shape, lambda blocks=blocks: blocks)
+        for piece, same in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
+            assert piece.dtype == same.dtype and np.array_equal(piece, same)

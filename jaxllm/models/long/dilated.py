@@ -21,14 +21,14 @@ def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
     With "pairs" and "layers", head j has offset `j % ratio` (equation 8). With "heads", it is the
     `j // count`-th head of its pair, and has that modulo the ratio.
     """
-    count, found = len(kind.pairs), []
+    count, result = len(kind.pairs), list[Dilation]()
     for i, (length, ratio) in enumerate(kind.pairs):
         if kind.by == "heads":
             offsets = [j // count % ratio if j % count == i else -1 for j in range(heads)]
         else:
             offsets = [j % ratio for j in range(heads)]
-        found.append(Dilation(length, ratio, tuple(offsets)))
-    return tuple(found)
+        result.append(Dilation(length, ratio, tuple(offsets)))
+    return tuple(result)
 
 
 def attend(

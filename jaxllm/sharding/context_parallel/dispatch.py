@@ -198,9 +198,9 @@ class RingAttention:
         self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
     ) -> AttentionResult:
         *cached, new = parts
-        found = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **options)
+        new_output = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **options)
         if not cached:
-            return found[0].astype(q.dtype), new
+            return new_output[0].astype(q.dtype), new
         local = _keep_shared_once(cached, self.replicated)
 
         def attend_past(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -208,10 +208,10 @@ class RingAttention:
             return split_cache.attend_pass_q(queries, local, AXIS)
 
         def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
+            return jnp.zeros_like(new_output[0]), jnp.full_like(new_output[1], -jnp.inf)
 
         before = jax.lax.cond(self.has_past, attend_past, nothing, q, at)
-        return split_cache.combine_outputs([before, found]).astype(q.dtype), new
+        return split_cache.combine_outputs([before, new_output]).astype(q.dtype), new
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,10 +91,10 @@ def attend(
     # Replicated inputs get the sum of the devices' gradients: this is the transpose of a psum.
     q_BTKGH, place, slots = match_varying((q_BTKGH, place, slots), q_BTKGH, place, slots)
     floats = not any(isinstance(x, Int8Entries) for x in part)
-    found = (_differentiable if floats else _attend)(
+    output = (_differentiable if floats else _attend)(
         q_BTKGH, (slots.k_BSKH, slots.v_BSKH), place, slots.place, options
     )
-    return found[0], jnp.moveaxis(found[1], 3, 1).reshape(B, T, N)
+    return output[0], jnp.moveaxis(output[1], 3, 1).reshape(B, T, N)
 
 
 def _attend(
@@ -111,8 +111,8 @@ _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4,))
 def _forward(
     q_BTKGH: jax.Array, entries: Any, place: TokenPlaces, at: TokenPlaces, options: RingOptions
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    found, (k, v) = _attend(q_BTKGH, entries, place, at, options), entries
-    return found, (q_BTKGH, place, KVSlots(k, v, at), found)
+    output, (k, v) = _attend(q_BTKGH, entries, place, at, options), entries
+    return output, (q_BTKGH, place, KVSlots(k, v, at), output)
 
 
 def _softmax(

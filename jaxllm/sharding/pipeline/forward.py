@@ -137,8 +137,8 @@ def take_microbatch(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
     """Return microbatch `number` of `count` from `[B, ...]`."""
     if count == 1:
         return x
-    found: jax.Array = x.reshape(count, -1, *x.shape[1:])[number]
-    return found
+    microbatch: jax.Array = x.reshape(count, -1, *x.shape[1:])[number]
+    return microbatch
 
 
 def slice_context(context: AttentionContext, number: jax.Array, count: int) -> AttentionContext:
@@ -165,9 +165,9 @@ def _job_arrays(table: Schedule) -> tuple[jax.Array, ...]:
 
 def _job_ticks(table: Schedule) -> np.ndarray:
     """Return the tick of each job, int32 `[stages, chunks, microbatches]`."""
-    found = np.zeros((table.stages, table.chunks, table.microbatches), np.int32)
+    job_ticks = np.zeros((table.stages, table.chunks, table.microbatches), np.int32)
     for tick, row in enumerate(table.ticks):
         for stage, job in enumerate(row):
             if job is not None:
-                found[stage, job.chunk, job.microbatch] = tick
-    return found
+                job_ticks[stage, job.chunk, job.microbatch] = tick
+    return job_ticks

@@ -103,10 +103,10 @@ def _forward(spec: PipelineLoss, params: Any, rows: Any) -> tuple[jax.Array, Any
     values = jax.tree.unflatten(form, [x.value for x in leaves])
     rows = jax.tree.map(lambda x: x.value, rows, is_leaf=lambda x: hasattr(x, "perturbed"))
     total, gradients = _loss_and_gradient(spec, moving, values, rows)
-    found: list[Any] = [None] * len(leaves)
+    leaf_gradients: list[Any] = [None] * len(leaves)
     for i, gradient in zip(moving, gradients, strict=True):
-        found[i] = gradient
-    return total, jax.tree.unflatten(form, found)
+        leaf_gradients[i] = gradient
+    return total, jax.tree.unflatten(form, leaf_gradients)
 
 
 def _backward(spec: PipelineLoss, gradients: Any, cotangent: Any) -> tuple[Any, None]:
@@ -152,20 +152,20 @@ def make_schedule_arrays(schedule: Schedule) -> tuple[ScheduleArrays, int, int]:
             comes = done[job_dependencies(p, v, stage, job)[-1]] + 1
             until = done[stage, job._replace(forward=False)]
             stays[job.forward][stage].append((comes, until, job))
-    found = {kind: [_assign_buffers(each) for each in rows] for kind, rows in stays.items()}
+    buffers = {kind: [_assign_buffers(each) for each in rows] for kind, rows in stays.items()}
     count = {kind: max(max(each.values(), default=-1) for each in rows) + 1
-             for kind, rows in found.items()}  # fmt: skip
+             for kind, rows in buffers.items()}  # fmt: skip
     arrays = {name: np.zeros(shape, np.int32) for name in ScheduleArrays._fields}
     for kind, letter in ((True, "x"), (False, "g")):
         arrays[f"{letter}_in"][:] = arrays[f"{letter}_at"][:] = count[kind]
         for stage, each in enumerate(stays[kind]):
             for comes, _, job in each:
-                arrays[f"{letter}_in"][comes, stage] = found[kind][stage][job]
+                arrays[f"{letter}_in"][comes, stage] = buffers[kind][stage][job]
     for (stage, job), tick in done.items():
         arrays["kind"][tick, stage] = 1 if job.forward else 2
         arrays["number"][tick, stage], arrays["chunk"][tick, stage] = job.microbatch, job.chunk
-        x_at = found[True][stage].get(job._replace(forward=True))
-        g_at = found[False][stage].get(job)
+        x_at = buffers[True][stage].get(job._replace(forward=True))
+        g_at = buffers[False][stage].get(job)
         if x_at is not None:
             arrays["x_at"][tick, stage] = x_at
         if g_at is not None:
@@ -178,12 +178,12 @@ Lifetime = tuple[int, int, Job]  # first and last tick in a buffer, and the job 
 
 def _assign_buffers(lifetimes: Sequence[Lifetime]) -> dict[Job, int]:
     """Assign each the first buffer that is free for its lifetime."""
-    found: dict[Job, int] = {}
+    buffers: dict[Job, int] = {}
     held: dict[int, int] = {}  # buffer -> last tick of its use
     for comes, until, job in sorted(lifetimes):
         place = next(i for i in range(len(held) + 1) if held.get(i, -1) < comes)
-        held[place], found[job] = until, place
-    return found
+        held[place], buffers[job] = until, place
+    return buffers
 
 
 def _loss_and_gradient(
@@ -229,8 +229,8 @@ def _loss_and_gradient(
         out_specs=(P(), [flat[i] for i in trainable]),
         check_vma=False,
     )
-    found: tuple[jax.Array, list[jax.Array]] = spread(params, rows)
-    return found
+    result: tuple[jax.Array, list[jax.Array]] = spread(params, rows)
+    return result
 
 
 def _spec_axes(spec: P) -> set[str]:
@@ -302,12 +302,12 @@ def _run_stage(
             return y, blank, total, gradients
 
         def run_backward() -> Any:
-            (_, found), pull = jax.vjp(
+            (_, loss), pull = jax.vjp(
                 lambda moved, x: run_chunk(moved, x, job.number, job.chunk), moved, held
             )
             dy = jnp.where(last, jnp.zeros_like(slope), slope)
             more, dx = pull((dy, jnp.full((), seed, jnp.float32)))
-            return blank, dx, total + found, jax.tree.map(jnp.add, gradients, more)
+            return blank, dx, total + loss, jax.tree.map(jnp.add, gradients, more)
 
         y, dx, total, gradients = jax.lax.switch(job.kind, [wait, run_forward, run_backward])
         x, g = pass_on(y, AXIS), pass_on(dx, AXIS, step=-1)
@@ -344,18 +344,18 @@ class _ModelParts:
 
     def run_chunk(self, chunk: int, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """Return the output of a chunk's layers."""
-        found = []
+        outputs = []
 
         def run_layers(
             blocks: Sequence[nn.Module], _: Any, context: AttentionContext, remat: bool
         ) -> Any:
             each = len(self._table[0]) // self._chunks
             places = range(chunk * each, (chunk + 1) * each)
-            found.append(run_places(blocks, self._table, places, x, context, remat)[1])
-            return (), found[0]
+            outputs.append(run_places(blocks, self._table, places, x, context, remat)[1])
+            return (), outputs[0]
 
         self._run(params, rows, run_layers)
-        return found[0]
+        return outputs[0]
 
     def compute_loss(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """Return the loss of the last layer's output."""
@@ -384,8 +384,8 @@ class _ModelParts:
             document_BT=rows.document_BT,
             hooks=self._hooks,
         )
-        found: Trace = trace
-        return found
+        full_trace: Trace = trace
+        return full_trace
 
 
 def logit_axes(model: ShardedModel) -> AxisNames:

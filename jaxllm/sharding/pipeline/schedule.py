@@ -108,13 +108,13 @@ def job_dependencies(stages: int, chunks: int, stage: int, job: Job) -> list[tup
     """Return the (stage, job) pairs that must be done before a stage can do this job."""
     forward, microbatch, chunk = job
     step = -1 if forward else 1
-    found = [] if forward else [(stage, Job(True, microbatch, chunk))]
+    dependencies = [] if forward else [(stage, Job(True, microbatch, chunk))]
     other, turn = (stage + step) % stages, chunk
     if not 0 <= stage + step < stages:
         turn += step
     if 0 <= turn < chunks:
-        found.append((other, Job(forward, microbatch, turn)))
-    return found
+        dependencies.append((other, Job(forward, microbatch, turn)))
+    return dependencies
 
 
 def _forward_order(stages: int, microbatches: int, chunks: int) -> list[Job]:

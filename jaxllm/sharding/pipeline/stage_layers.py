@@ -162,8 +162,8 @@ def _make_place_runner(
             chosen: Layer = jax.lax.switch(kind, runs, x)
             return chosen
         # Every device must take part in a ring's collectives: all kinds are run, one is selected.
-        found = [one(x) for one in runs]
-        taken: Layer = jax.tree.map(lambda *y: jax.lax.select_n(kind, *y), *found)
+        layers = [one(x) for one in runs]
+        taken: Layer = jax.tree.map(lambda *y: jax.lax.select_n(kind, *y), *layers)
         return taken
 
     return run

@@ -141,7 +141,7 @@ def stack_stages(params: Params, prefix: str, table: LayerTable, mesh: Mesh) -> 
         ConfigError: for layers in one place with different formats.
     """
     layers = {f"{prefix}.{i}" for row in table for i in row if i is not None}
-    found = {name: value for name, value in params.items() if name not in layers}
+    stacked = {name: value for name, value in params.items() if name not in layers}
 
     def stack_nodes(path: str, nodes: Sequence[Any]) -> Any:
         if not isinstance(nodes[0], dict):
@@ -153,10 +153,10 @@ def stack_stages(params: Params, prefix: str, table: LayerTable, mesh: Mesh) -> 
         names = [f"{prefix}.{i}" for i in numbers if i is not None]
         nodes = [params.pop(name) for name in names]
         for stage in range(len(names), len(table)):  # only later stages have empty places
-            like = found[f"{prefix}.{place - 1}"]
+            like = stacked[f"{prefix}.{place - 1}"]
             nodes.append(map_leaves(partial(zeros_on_stage, mesh, stage), like))
-        found[f"{prefix}.{place}"] = stack_nodes("/".join(names), nodes)
-    return found
+        stacked[f"{prefix}.{place}"] = stack_nodes("/".join(names), nodes)
+    return stacked
 
 
 def zeros_on_stage(mesh: Mesh, stage: int, _: str, leaf: Any) -> Any:
@@ -211,5 +211,5 @@ def stacked_specs(leaf: Any, stage_specs: Callable[[Any], Any]) -> Any:
     stage.
     """
     one = jax.eval_shape(lambda leaf: jax.tree.map(lambda x: x[0], leaf), leaf)
-    found: Any = jax.tree.map(lambda spec: P(AXIS, *spec), stage_specs(one))
-    return found
+    specs: Any = jax.tree.map(lambda spec: P(AXIS, *spec), stage_specs(one))
+    return specs

@@ -228,12 +228,12 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         return self.group is None
 
     def arrays(self) -> dict[str, jax.Array]:
-        found = {name: getattr(self, field) for field, name in self.int_format.file_names.items()}
+        pieces = {name: getattr(self, field) for field, name in self.int_format.file_names.items()}
         if self.data.dtype == jnp.int4:
-            found |= {".data": bitpack.pack_codes(self.codes, self.bits)}
+            pieces |= {".data": bitpack.pack_codes(self.codes, self.bits)}
         if self.group == HALF:
-            found |= {".first": self.scale[..., ::2], ".second": self.scale[..., 1::2]}
-        return found
+            pieces |= {".first": self.scale[..., ::2], ".second": self.scale[..., 1::2]}
+        return pieces
 
     def with_rows(self, index: np.ndarray) -> "IntWeight":
         return self._map_rows(lambda x: x[..., index, :])
