@@ -31,11 +31,10 @@ _EXIT_MESSAGES: list[Callable[[], str]] = []
 _INTERRUPTS: list["_DeferredInterrupt"] = []
 _EXIT_LOCK = threading.Lock()  # held forever at exit: no new partial files
 _MID_LINE = [False]  # whether stdout is in the middle of a line
-_STREAMS = [1, 2]  # descriptors of stdout and stderr; in a guard's child C++ has 1 and 2
+_STREAMS = [1, 2]  # descriptors of stdout and stderr; in a supervised process C++ has 1 and 2
 _IS_LEADER = [True]  # whether this process writes the output of its group
-SUPERVISED_ENV = (
-    "JAXLLM_GUARDED"  # in a guard's child: stdout, stderr, and a pipe that closes with the guard
-)
+# In a supervised process: stdout, stderr, and a pipe that closes with the supervisor.
+SUPERVISED_ENV = "JAXLLM_SUPERVISED"
 
 
 def setup_process() -> None:
@@ -80,7 +79,7 @@ def mute_follower() -> None:
 
 
 def is_supervised() -> bool:
-    """Return whether this process is a guard's child."""
+    """Return whether this process has a supervisor."""
     return _STREAMS != [1, 2]
 
 
@@ -172,14 +171,14 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _attach_supervisor(stdout: int, stderr: int, life: int) -> None:
-    """Use the guard's streams for Python, and exit when the guard does."""
+def _attach_supervisor(stdout: int, stderr: int, pipe: int) -> None:
+    """Use the supervisor's streams for Python, and exit when the supervisor does."""
     _STREAMS[:] = stdout, stderr
     sys.stdout = os.fdopen(stdout, "w", encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(stderr, "w", 1, encoding="utf-8", errors="backslashreplace")
 
     def wait() -> None:
-        os.read(life, 1)  # returns when the guard exits; nothing is ever written
+        os.read(pipe, 1)  # returns when the supervisor exits; nothing is ever written
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -26,22 +26,26 @@ _FATAL_MARK = "JAX distributed service detected fatal errors"
 def run_supervised(arguments: Sequence[str], group: Group) -> int:
     """Run `jaxllm` with these arguments in a child; return the status to exit with."""
     streams = os.dup(1), os.dup(2)
-    life, held = os.pipe()
-    handed = {signals.SUPERVISED_ENV: ",".join(map(str, (*streams, life)))}
-    with tempfile.TemporaryFile() as noise:
+    closes_with_us, kept_open = os.pipe()
+    descriptors = (*streams, closes_with_us)
+    with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxllm", *arguments],
-            stdout=noise,
-            stderr=noise,
-            env={**os.environ, **_proxy_env(group), **handed},
-            pass_fds=(*streams, life),
+            stdout=output,
+            stderr=output,
+            env={
+                **os.environ,
+                **_proxy_env(group),
+                signals.SUPERVISED_ENV: ",".join(map(str, descriptors)),
+            },
+            pass_fds=descriptors,
         )
-        for end in (*streams, life):
-            os.close(end)
+        for descriptor in descriptors:
+            os.close(descriptor)
         signals.forward_signals(child.send_signal)
         status = child.wait()
-        os.close(held)
-        return _report_exit(status, noise, group)
+        os.close(kept_open)
+        return _report_exit(status, output, group)
 
 
 def exit_on_lost_peer(error: Exception) -> Never:
@@ -58,11 +62,11 @@ def _proxy_env(group: Group) -> dict[str, str]:
     return {"no_grpc_proxy": ",".join(filter(None, (known, host)))}
 
 
-def _report_exit(status: int, noise: IO[bytes], group: Group) -> int:
+def _report_exit(status: int, output: IO[bytes], group: Group) -> int:
     """Convert a child's exit status; write a line to stderr if it was killed or lost a peer."""
-    size = noise.seek(0, os.SEEK_END)
-    noise.seek(max(0, size - _MAX_LOG_BYTES))
-    text = noise.read().decode(errors="replace")
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _MAX_LOG_BYTES))
+    text = output.read().decode(errors="replace")
     if status == _PEER_LOST_STATUS or (status == -signal.SIGABRT and _FATAL_MARK in text):
         sys.stderr.write(f"jaxllm: {explain_failure(text, group)}\n")
         return 1

@@ -67,7 +67,9 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
     for part in (setup.optimizer, plan):
         assert dataclasses.is_dataclass(part), "an optimizer is compared field by field"
         named |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    return {"version": __version__} | {name: repr(value) for name, value in (named | extra).items()}
+    return {"version": __version__, "state_format": "2"} | {
+        name: repr(value) for name, value in (named | extra).items()
+    }
 
 
 def open_store(

@@ -59,59 +59,49 @@ class Examples:
         return Example(token_T, counts_T)
 
 
-class ExampleBuilder:
-    """Builds `Examples` in one array of tokens that grows in place, without a second copy."""
-
-    def __init__(self) -> None:
-        self._tokens, self._begin = array("i"), array("q", [0])
-        self._counts: bytearray | None = None
-
-    def extend(self, token_T: Any, loss_mask_T: Any = None) -> None:
-        """Append tokens to the current example. loss_mask_T: which are learned; default: all."""
-        ids = as_token_array(f"example {len(self._begin) - 1}", token_T)
-        if loss_mask_T is not None and self._counts is None:
-            self._counts = bytearray(b"\1") * len(self._tokens)
-        self._tokens.frombytes(ids.tobytes())
-        if self._counts is not None:
-            marks = np.ones(len(ids), bool) if loss_mask_T is None else loss_mask_T
-            self._counts += np.ascontiguousarray(marks, bool).tobytes()
-
-    def end_example(self) -> None:
-        """End the current example."""
-        self._begin.append(len(self._tokens))
-
-    def build(
-        self, long: LongPolicy, bos: int | None, source: Mapping[str, Any] | None = None
-    ) -> Examples:
-        """Return the examples.
-
-        Raises TokenError if there are none, ConfigError for an unknown `long`.
-        """
-        if long not in (known := get_args(LongPolicy)):
-            raise ConfigError(f"long must be one of {', '.join(known)}, got {long!r:.40}")
-        if bos is not None:
-            bos = check_int("bos", bos, 0, _MAX_ID, TokenError)
-        if len(self._begin) == 1:
-            raise TokenError("there is no data to train on: no examples")
-        counts_N = None if self._counts is None else np.frombuffer(self._counts, bool)
-        return Examples(
-            _as_array(self._tokens), counts_N, _as_array(self._begin), long, bos, dict(source or {})
-        )
+Pieces = Iterable[tuple[Any, Any]]  # of one example: token ids, and their loss mask or None
 
 
-def from_examples(
-    examples: Iterable[Example],
+def build_examples(
+    examples: Iterable[Pieces],
     *,
     long: LongPolicy = "split",
     bos: int | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Examples:
+    """Concatenate examples in one array of tokens that grows in place, without a second copy.
+
+    Raises TokenError if there are none or for invalid ids, ConfigError for an unknown `long`.
+    """
+    if long not in (known := get_args(LongPolicy)):
+        raise ConfigError(f"long must be one of {', '.join(known)}, got {long!r:.40}")
+    if bos is not None:
+        bos = check_int("bos", bos, 0, _MAX_ID, TokenError)
+    tokens, begin, counts = array("i"), array("q", [0]), None
+    for number, pieces in enumerate(examples):
+        for token_T, loss_mask_T in pieces:
+            ids = as_token_array(f"example {number}", token_T)
+            if loss_mask_T is not None and counts is None:
+                counts = bytearray(b"\1") * len(tokens)
+            tokens.frombytes(ids.tobytes())
+            if counts is not None:
+                marks = np.ones(len(ids), bool) if loss_mask_T is None else loss_mask_T
+                counts += np.ascontiguousarray(marks, bool).tobytes()
+        begin.append(len(tokens))
+    if len(begin) == 1:
+        raise TokenError("there is no data to train on: no examples")
+    counts_N = None if counts is None else np.frombuffer(counts, bool)
+    return Examples(_as_array(tokens), counts_N, _as_array(begin), long, bos, dict(source or {}))
+
+
+def from_examples(examples: Iterable[Example], **options: Any) -> Examples:
     """Concatenate examples; each is read once and then released.
 
-    Raises TokenError for token ids and loss masks of unequal lengths, and if there is no example.
+    options: as of `build_examples`. Raises TokenError for token ids and loss masks of unequal
+    lengths, and if there is no example.
     """
-    growing = ExampleBuilder()
-    for number, example in enumerate(_check_iterable(examples)):
+
+    def check_example(number: int, example: Any) -> Pieces:
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise TokenError(
                 f"example {number} must be an Example(token ids, loss mask), got {example!r:.60}"
@@ -125,24 +115,19 @@ def from_examples(
                 f"example {number} has {len(token_T)} tokens and a loss mask of {counts_T.size}:"
                 " give one value per token"
             )
-        growing.extend(token_T, counts_T)
-        growing.end_example()
-    return growing.build(long, bos, source)
+        return [(token_T, counts_T)]
+
+    checked = (check_example(n, example) for n, example in enumerate(_check_iterable(examples)))
+    return build_examples(checked, **options)
 
 
-def from_ids(
-    documents: Iterable[Any], *, bos: int | None = None, source: Mapping[str, Any] | None = None
-) -> Examples:
+def from_ids(documents: Iterable[Any], **options: Any) -> Examples:
     """Make examples of documents of token ids, all of them learned.
 
-    documents: lists of ids, or a matrix whose rows are documents. Raises TokenError if there are
-    none, and for ids outside 0 to 2**31 - 1.
+    documents: lists of ids, or a matrix whose rows are documents. options: as of `build_examples`.
+    Raises TokenError if there are none, and for ids outside 0 to 2**31 - 1.
     """
-    growing = ExampleBuilder()
-    for ids in _check_iterable(documents):
-        growing.extend(ids)
-        growing.end_example()
-    return growing.build("split", bos, source)
+    return build_examples(([(ids, None)] for ids in _check_iterable(documents)), **options)
 
 
 def _check_iterable(documents: Any) -> Iterable[Any]:

@@ -6,6 +6,8 @@ its turn. A template that changes earlier text when the conversation continues (
 reasoning) is rejected.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,7 +22,7 @@ from jaxllm.files import read_json_lines
 from jaxllm.runtime.schema import as_schema
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.data.examples import ExampleBuilder, Examples, LongPolicy
+from jaxllm.train.data.examples import Examples, LongPolicy, Pieces, build_examples, from_ids
 from jaxllm.train.data.rows import IGNORED, Example
 
 SEPARATOR = "\n\n"  # between the rows of WikiText
@@ -109,12 +111,11 @@ def from_texts(texts: Iterable[str], encoder: TextEncoder) -> Examples:
     """Make an example of each text, all of it learned. Raises TokenError for an empty text, and if
     there are no texts.
     """
-    growing = ExampleBuilder()
-    for number, text in enumerate(texts):
-        example, _ = _text_example(_Line(text=text), encoder, f"text {number}")
-        growing.extend(example.token_T)
-        growing.end_example()
-    return growing.build("split", _bos_id(encoder), {"kind": "texts"})
+    ids = (
+        _text_example(_Line(text=text), encoder, f"text {number}")[0].token_T
+        for number, text in enumerate(texts)
+    )
+    return from_ids(ids, bos=_bos_id(encoder), source={"kind": "texts"})
 
 
 def _from_text(path: Path, encoder: TextEncoder) -> Examples:
@@ -130,16 +131,13 @@ def _encode_bytes(content: Any, encoder: TextEncoder, path: Path, kind: str) -> 
     """Encode a file's content as one text, in pieces and without a copy."""
     if not len(content):
         raise TokenError(f"there is no data to train on: {path} is empty")
-    growing = ExampleBuilder()
-    growing.extend(encoder.bos_ids)
+    pieces = EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1))
+    ids = itertools.chain([encoder.bos_ids], pieces, [encoder.eos_ids])
+    source = {"kind": kind, "file": path.name}
     try:
-        for ids in EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1)):
-            growing.extend(ids)
+        return build_examples([((x, None) for x in ids)], bos=_bos_id(encoder), source=source)
     except TokenError as error:
         raise TokenError(f"{path}: {error}") from None
-    growing.extend(encoder.eos_ids)
-    growing.end_example()
-    return growing.build("split", _bos_id(encoder), {"kind": kind, "file": path.name})
 
 
 class _Line(msgspec.Struct):
@@ -235,25 +233,29 @@ _WANTED = 'an object with "text", "tokens", "prompt" and "completion", or "messa
 
 
 def _from_lines(path: Path, encoder: TextEncoder) -> Examples:
-    growing, joined = ExampleBuilder(), 0
-    first: tuple[_Kind, str] | None = None
-    for where, line in _lines(path):
-        kind = _line_kind(line, where)
-        first = first or (kind, where)
-        if kind is not first[0]:
+    found, joined = _lines(path), 0
+    if (first := next(found, None)) is None:
+        raise TokenError(f"there is no data to train on: all lines of {path} are blank")
+    kind = _line_kind(first[1], first[0])
+
+    def read_line(where: str, line: _Line) -> Pieces:
+        nonlocal joined
+        if (own := _line_kind(line, where)) is not kind:
             raise TokenError(
-                f"{where} has {_kind_name(kind)}, but {first[1]} has {_kind_name(first[0])}: put"
-                " each kind"
-                " into a separate file"
+                f"{where} has {_kind_name(own)}, but {first[0]} has {_kind_name(kind)}: put each"
+                " kind into a separate file"
             )
         (token_T, counts_T), both = kind.read(line, encoder, where)
-        growing.extend(token_T, None if counts_T.all() else counts_T)
-        growing.end_example()
         joined += both
-    if first is None:
-        raise TokenError(f"there is no data to train on: all lines of {path} are blank")
-    source = {"kind": _kind_name(first[0]), "file": path.name, "joined": joined}
-    return growing.build(first[0].long_policy, _bos_id(encoder), source)
+        return [(token_T, None if counts_T.all() else counts_T)]
+
+    examples = build_examples(
+        (read_line(*row) for row in itertools.chain([first], found)),
+        long=kind.long_policy,
+        bos=_bos_id(encoder),
+    )
+    source = {"kind": _kind_name(kind), "file": path.name, "joined": joined}
+    return dataclasses.replace(examples, source=source)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
