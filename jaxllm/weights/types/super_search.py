@@ -59,8 +59,10 @@ def _quantize_affine(
     """Quantize to scales' bytes `[n, 16]` and codes uint8 `[n, 8, 32]`, 0 to `max_code`.
 
     Args:
-        blocks: float32 `[n, 256]`. max_code: The largest code. trials: Additions to `max_code`; the
-        search tries the step range / (most + addition) for each.
+        blocks: float32 `[n, 256]`.
+        max_code: The largest code.
+        trials: Additions to `max_code`; the search tries the step range / (most + addition) for
+            each.
     """
     x = blocks.reshape(-1, 32)
     weight = np.sqrt(np.einsum("ni,ni->n", x, x) / np.float32(32))[:, None] + np.abs(x)
@@ -81,7 +83,7 @@ def _search_affine(
     """Return non-negative scales and minima `[n]` of runs `x` `[n, 32]`.
 
     A code c stands for `scale c - minimum`. The weighted squared error is `sum(weight x^2) - gain`,
-    so the search maximizes `add_token`.
+    so the search maximizes the gain.
     """
     low, high = np.minimum(x.min(axis=1), 0), x.max(axis=1)
     weighted = weight * x
