@@ -120,7 +120,9 @@ class LM:
         """Return this model with another default adapter; "base" selects none, None keeps it.
 
         A cache belongs to the adapter that made it: save and load it with this model's `params`.
-        Raises ConfigError for a name that is not in `adapters`.
+
+        Raises:
+            ConfigError: For a name that is not in `adapters`.
         """
         if adapter is None:
             return self
@@ -131,7 +133,8 @@ class LM:
     def with_row_adapters(self, names: Sequence[str | None]) -> "LM":
         """Return this model with an adapter for each row of a batch; None means the default one.
 
-        Raises ConfigError for a name that is not in `adapters`.
+        Raises:
+            ConfigError: For a name that is not in `adapters`.
         """
         indices = [self.adapter_index(name) for name in names]
         if len(set(indices)) == 1:  # one adapter serves any number of rows
@@ -148,8 +151,11 @@ class LM:
 
         No training is needed: tokens within `neighbor_window` keep their positions, and those of
         farther tokens are divided by `group_size`. `config.context_length` is the new limit. A
-        cache belongs to the model that made it. Raises ConfigError for a model without rotary
-        positions or whose angles depend on the text length, and for incompatible numbers.
+        cache belongs to the model that made it.
+
+        Raises:
+            ConfigError: For a model without rotary positions or whose angles depend on the text
+                length, and for incompatible numbers.
         """
         config = self.config.with_self_extend(group_size, neighbor_window)
         return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
@@ -413,11 +419,13 @@ class LM:
     ) -> Classification:
         """Return the outputs of the checkpoint's score head for each text: classes or rewards.
 
-        texts: text or token ids, as for `embed`; a reward model rates a conversation's ids
-        (`chat_prompt`). The outputs are those at a text's last token that is not padding
-        (`ScoreHead.pad_token_id`), as in transformers' `ForSequenceClassification` classes.
+        Args:
+            texts: text or token ids, as for `embed`; a reward model rates a conversation's ids
+                (`chat_prompt`). The outputs are those at a text's last token that is not padding
+                (`ScoreHead.pad_token_id`), as in transformers' `ForSequenceClassification` classes.
 
-        Raises ConfigError for a checkpoint without such a head; else what `embed` raises.
+        Raises:
+            ConfigError: For a checkpoint without such a head; else what `embed` raises.
         """
         ids = self._encode_texts(texts, "classify")
         return classify(self, ids, adapter=adapter, batch=batch, show_progress=show_progress)
@@ -447,8 +455,9 @@ class LM:
                 spelled out in these stay text.
             answers: the tokens for irrelevant and relevant.
 
-        Raises ConfigError for a method or a template that the model does not support; else what
-        `embed` raises.
+        Raises:
+            ConfigError: For a method or a template that the model does not support; else what
+                `embed` raises.
         """
         return rerank(
             self, query, documents, method=method, instruction=instruction, template=template,
@@ -469,10 +478,14 @@ class LM:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 
-        messages: dicts `{"role": ..., "content": ...}`. Special tokens are parsed in the whole
-        rendered text, so a special token spelled out in a message takes effect: check messages from
-        untrusted users. Raises TemplateError if there is no template or it rejects the messages,
-        TokenError if the checkpoint has no tokenizer.
+        Args:
+            messages: dicts `{"role": ..., "content": ...}`. Special tokens are parsed in the whole
+                rendered text, so a special token spelled out in a message takes effect: check
+                messages from untrusted users.
+
+        Raises:
+            TemplateError: If there is no template or it rejects the messages.
+            TokenError: If the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
             raise TokenError(f"{self.path} has no tokenizer. Pass token ids to generate")
@@ -494,9 +507,12 @@ class LM:
     def log_probs(self, text: Prompt) -> np.ndarray:
         """Return the log-probability of each token of `encode_prompt(text)` except the first.
 
-        The result is float32 `[T - 1]`, each entry conditioned on all tokens before it. Raises
-        TokenError for an invalid prompt, CapacityError if it exceeds the context, NonFiniteError if
-        the model returns NaN.
+        The result is float32 `[T - 1]`, each entry conditioned on all tokens before it.
+
+        Raises:
+            TokenError: For an invalid prompt.
+            CapacityError: If it exceeds the context.
+            NonFiniteError: If the model returns NaN.
         """
         return log_probs(self.model, self.params, [self.encode(text)])[0]
 
@@ -504,8 +520,10 @@ class LM:
         """Write the model and its tokenizer in the native format, which `load` reads.
 
         Changed weights are written too: `dataclasses.replace(lm, params=trained).save(path)`.
-        Raises CheckpointError if `directory` already holds a checkpoint, and for a model with
-        adapters, which this format cannot store.
+
+        Raises:
+            CheckpointError: If `directory` already holds a checkpoint, and for a model with
+                adapters, which this format cannot store.
         """
         directory = as_path(directory)
         if any(isinstance(leaf, LoraWeight) for _, leaf in flatten(self.params)):
@@ -547,8 +565,9 @@ class LM:
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt.
 
-        parse_special: read special tokens in a text, as in `"<|fim_prefix|>"`, instead of their
-        letters: not for text of untrusted users.
+        Args:
+            parse_special: read special tokens in a text, as in `"<|fim_prefix|>"`, instead of their
+                letters: not for text of untrusted users.
         """
         bos, size = self.generation.get("bos_token_id"), self.config.vocab_size
         return encode_prompt(prompt, size, self.tokenizer, bos, parse_special=parse_special)
@@ -557,8 +576,11 @@ class LM:
         """Return the text of token ids, without special tokens.
 
         Ids that have no token, because the embedding has more rows than the tokenizer has tokens,
-        have no text. Raises TokenError for an invalid argument or ids outside the vocabulary, and
-        if the checkpoint has no tokenizer.
+        have no text.
+
+        Raises:
+            TokenError: For an invalid argument or ids outside the vocabulary, and if the checkpoint
+                has no tokenizer.
         """
         if self.tokenizer is None:
             raise TokenError(f"{self.path} has no tokenizer, which decode requires")

@@ -109,7 +109,7 @@ def test_draft_may_have_other_rows(plain: jaxllm.LM, padded: jaxllm.LM) -> None:
 
 def test_prompt_lengths_share_programs(plain: jaxllm.LM) -> None:
     """Ten prompts of ten lengths compile three programs for prompts, one to decode."""
-    programs = steps.PREFILL._jit._plain, loops._LOOP._jit._plain
+    programs = steps.PREFILL._jit._plain, loops.ROUNDS._jit._plain
     before = [program._cache_size() for program in programs]
     for length in (3, 9, 17, 40, 64, 100, 129, 200, 300, 400):
         ids = (np.arange(length) % 500 + 300).tolist()

@@ -37,9 +37,9 @@ def answer_on_ray(
     """Yield each row with its answer, from actors of Ray Data that share all cores.
 
     Args:
-      load_model: picklable; its paths must lead to the same files on all machines.
-      address: of a cluster; "local" starts Ray on this machine for this call.
-      workers: the number of actors.
+        load_model: picklable; its paths must lead to the same files on all machines.
+        address: of a cluster; "local" starts Ray on this machine for this call.
+        workers: the number of actors.
 
     Raises ConfigError if Ray is missing or does not start, and for errors of the actors.
     """

@@ -21,10 +21,10 @@ class Row(NamedTuple):
     """An input row.
 
     Attributes:
-      line: its number, from 1.
-      id: by default the line number.
-      request: prompt and options.
-      complaint: why there is no request, if so.
+        line: its number, from 1.
+        id: by default the line number.
+        request: prompt and options.
+        complaint: why there is no request, if so.
     """
 
     line: int

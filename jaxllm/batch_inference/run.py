@@ -50,14 +50,14 @@ def run_job(
     """Append the answers to all rows to a file, in the order in which they finish.
 
     Args:
-      read: returns the rows; called twice, since all ids are checked first.
-      answer: answers rows, in any order, and reads them as it has room.
-      facts: what the answers depend on besides rows and job, as JSON values: the model's name.
+        read: returns the rows; called twice, since all ids are checked first.
+        answer: answers rows, in any order, and reads them as it has room.
+        facts: what the answers depend on besides rows and job, as JSON values: the model's name.
 
     Raises:
-      ConfigError: if there are no rows, or two have the same id.
-      CheckpointError: if the file has other content or answers of another job, is in use by another
-        process, or cannot be written.
+        ConfigError: if there are no rows, or two have the same id.
+        CheckpointError: if the file has other content or answers of another job, is in use by
+            another process, or cannot be written.
     """
     total, digest = check_rows(read())
     options = {f"option {name}": value for name, value in sorted(job.options.items())}

@@ -32,9 +32,9 @@ class BatchJob:
     """What to do with each row.
 
     Attributes:
-      task: "generate", or a name in `TEXT_TASKS`.
-      options: of all rows; a row's own options override them.
-      batch_size: rows that run at once.
+        task: "generate", or a name in `TEXT_TASKS`.
+        options: of all rows; a row's own options override them.
+        batch_size: rows that run at once.
 
     Raises a JaxllmError for a task or an option that no model supports.
     """

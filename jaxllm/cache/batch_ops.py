@@ -80,8 +80,11 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
 def select(cache: KVCache, rows: Any) -> KVCache:
     """Return the cache with these rows in this order, int `[R]`; a row may occur several times.
 
-    Shared segments stay shared; the rest is copied. Raises CacheMismatchError for rows that do not
-    exist, and for a bool mask (use `np.flatnonzero(mask)`).
+    Shared segments stay shared; the rest is copied.
+
+    Raises:
+        CacheMismatchError: For rows that do not exist, and for a bool mask (use
+            `np.flatnonzero(mask)`).
     """
     check_usable(cache)
     rows = rows if isinstance(rows, jax.Array) else _row_numbers(rows)

@@ -12,8 +12,10 @@ from jaxllm.runtime.validation import check_int
 def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     """Keep the first `sinks` positions and the last `window` (Xiao et al. 2024, StreamingLLM).
 
-    `close_gaps` then renumbers the remaining tokens as in that paper. Raises CapacityError for a
-    window below one, and as `keep`.
+    `close_gaps` then renumbers the remaining tokens as in that paper.
+
+    Raises:
+        CapacityError: For a window below one, and as `keep`.
     """
     check_usable(cache)
     check_no_memory(cache, "sinks_and_window")
@@ -28,8 +30,10 @@ def current_segment(cache: KVCache) -> KVCache:
     """Keep the tokens of the current segment, in a model with a memory of earlier segments.
 
     Outputs do not change: no token attends to keys and values of a finished segment. `compact` then
-    needs room for one segment and new tokens only, however long the text. Raises ConfigError for
-    models without such segments.
+    needs room for one segment and new tokens only, however long the text.
+
+    Raises:
+        ConfigError: For models without such segments.
     """
     check_usable(cache)
     length = cache.config.segment_length

@@ -132,7 +132,8 @@ class PrefixCache:
     def add(self, keys: Sequence[bytes], index: int, cut: Callable[[], Segment]) -> None:
         """Add the entry `keys[index]`, if it is missing and its parent is held.
 
-        cut: Returns the entry; called only if it is needed, and without the lock.
+        Args:
+            cut: Returns the entry; called only if it is needed, and without the lock.
         """
         key, parent = keys[index], keys[index - 1] if index else None
 

@@ -87,7 +87,8 @@ def init_sequences(
 def read_positions(state: KVCache) -> Positions:
     """Read the positions of all slots from the device.
 
-    Raises CacheMismatchError for a cache of another structure, or one that was donated.
+    Raises:
+        CacheMismatchError: For a cache of another structure, or one that was donated.
     """
     check_usable(state)
     check_no_memory(state, "sequences")
@@ -164,8 +165,10 @@ def remove_range(
     """Remove the tokens of a sequence (None: of each) at positions `start` to before `stop`.
 
     Tail slots are free at once, a shared slot if no sequence has it. Later tokens have attended to
-    the removed ones, as in `keep`. Keys and values are shared with `state`. Raises TokenError for
-    an unknown sequence.
+    the removed ones, as in `keep`. Keys and values are shared with `state`.
+
+    Raises:
+        TokenError: For an unknown sequence.
     """
     at = read_positions(state)
     if sequence is not None:

@@ -71,7 +71,9 @@ def init_tree(cache: KVCache, slots: int) -> TreeDelta:
     """Return a tree without nodes on a cache, with room for `slots` nodes per row.
 
     A tree that grows from it keeps its shape, so growing it compiles no further programs.
-    Raises CapacityError for less than one slot, and for more than the machine's memory holds.
+
+    Raises:
+        CapacityError: For less than one slot, and for more than the machine's memory holds.
     """
     check_usable(cache)
     slots = check_int("a tree's slots", slots, 1, MAX_SLOTS, CapacityError)

@@ -43,7 +43,7 @@ def make_app(names: Iterable[str] = (*COMMANDS, TRAIN), *, listed: bool = False)
     """Return the program with these commands; only their modules are imported.
 
     Args:
-      listed: Leave out the flags of the commands, for the help of the program.
+        listed: Leave out the flags of the commands, for the help of the program.
     """
     app = typer.Typer(
         epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",

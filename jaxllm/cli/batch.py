@@ -45,13 +45,13 @@ def batch(
     error in place of its answer.
 
     Args:
-      file: Input rows: JSON lines or .parquet; - reads JSON lines from stdin.
-      task: Task: generate, score, embed or classify.
-      field: Name of the prompt field; then all other fields but id are ignored.
-      out: Output file of JSON lines, new or of the same job [default: stdout].
-      batch_size: Rows that run at once.
-      ray: Run actors of Ray Data: local starts Ray here, ADDRESS joins a cluster.
-      workers: Number of Ray actors, which share all cores [default: 1].
+        file: Input rows: JSON lines or .parquet; - reads JSON lines from stdin.
+        task: Task: generate, score, embed or classify.
+        field: Name of the prompt field; then all other fields but id are ignored.
+        out: Output file of JSON lines, new or of the same job [default: stdout].
+        batch_size: Rows that run at once.
+        ray: Run actors of Ray Data: local starts Ray here, ADDRESS joins a cluster.
+        workers: Number of Ray actors, which share all cores [default: 1].
     """
     from jaxllm.batch_inference.rows import check_rows
     from jaxllm.batch_inference.run import format_answer, run_job

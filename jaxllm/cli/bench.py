@@ -30,14 +30,14 @@ def bench(
     Compile time and memory bandwidth have their own columns.
 
     Args:
-      prompts: Prompt lengths in tokens, comma-separated.
-      decode: Number of tokens to decode.
-      depths: Tokens in the cache before decoding, comma-separated.
-      batches: Batch sizes for decoding, comma-separated.
-      repetitions: Repetitions of each test.
-      sparse: Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the
-        model's output is then meaningless).
-      as_csv: Print CSV instead of a table.
+        prompts: Prompt lengths in tokens, comma-separated.
+        decode: Number of tokens to decode.
+        depths: Tokens in the cache before decoding, comma-separated.
+        batches: Batch sizes for decoding, comma-separated.
+        repetitions: Repetitions of each test.
+        sparse: Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the
+            model's output is then meaningless).
+        as_csv: Print CSV instead of a table.
     """
     check_exclusive({"--json": as_json, "--csv": as_csv})
     if sparse is not None and loading.quantize is not None:

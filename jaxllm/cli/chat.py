@@ -66,8 +66,8 @@ def chat(
     further lines are an error; with --overflow slide the oldest turns are dropped instead.
 
     Args:
-      system: System message.
-      chat_template: Jinja file to use instead of the checkpoint's chat template.
+        system: System message.
+        chat_template: Jinja file to use instead of the checkpoint's chat template.
     """
     with terminal.buffer_keys():
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}

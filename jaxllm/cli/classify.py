@@ -22,8 +22,8 @@ def classify(
     The checkpoint must have a score head (a ForSequenceClassification class).
 
     Args:
-      batch: Texts per batch.
-      as_json: Print one JSON object per line: label, scores and logits of all labels.
+        batch: Texts per batch.
+        as_json: Print one JSON object per line: label, scores and logits of all labels.
     """
     from jaxllm.generation.heads import describe
 

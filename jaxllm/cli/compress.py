@@ -59,13 +59,13 @@ class CalibrationOptions:
     """Flags of the calibration data. Raises ConfigError for more than one source.
 
     Attributes:
-      text: Calibration text; its last tenth is held out unless --eval is given.
-      documents: Calibration text from JSON lines with "text" or "tokens", joined.
-      wikitext: Calibration text from WikiText as published: .raw or .parquet.
-      samples: Number of calibration rows to sample from the model itself.
-      calibration_rows: Number of calibration rows.
-      length: Tokens per calibration row [default: 512, or the context if shorter].
-      seed: Random seed of the calibration rows.
+        text: Calibration text; its last tenth is held out unless --eval is given.
+        documents: Calibration text from JSON lines with "text" or "tokens", joined.
+        wikitext: Calibration text from WikiText as published: .raw or .parquet.
+        samples: Number of calibration rows to sample from the model itself.
+        calibration_rows: Number of calibration rows.
+        length: Tokens per calibration row [default: 512, or the context if shorter].
+        seed: Random seed of the calibration rows.
     """
 
     text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None
@@ -100,8 +100,8 @@ class CalibrationOptions:
         Without `eval_data`, the last tenth of the calibration text is held out for evaluation.
 
         Raises:
-          CheckpointError: A file cannot be read.
-          TokenError: The text is too short to split.
+            CheckpointError: A file cannot be read.
+            TokenError: The text is too short to split.
         """
         document = None if self._file is None else _read_document(*self._file)
         if eval_data is not None:
@@ -122,7 +122,7 @@ class CalibrationOptions:
         """Return the calibration rows of a recipe, checked against the model's config.
 
         Args:
-          document: The calibration text from `read`; None for samples.
+            document: The calibration text from `read`; None for samples.
         """
         from jaxllm.compress.calibration import chunk_rows_after, from_texts, from_tokens
         from jaxllm.data.chunking import ChunkSpec
@@ -231,19 +231,19 @@ def compress(
     OUT.parts until the result is written: the same command resumes from it.
 
     Args:
-      recipe: Recipe file: one step per line; # starts a comment.
-      step: Recipe step, for example "prune: wanda 2:4"; repeatable.
-      eval_data: Evaluation text file [default: the last tenth of the calibration text, which the
-        steps then do not see; with --samples, other samples].
-      window: Tokens per evaluation window, as for perplexity.
-      limit: Maximum number of evaluation windows.
-      no_speed: Do not time decoding.
-      report: JSON file to write: the output of --json.
-      plot: PNG file to draw: quality against bytes.
-      mesh: Not supported: recipes run on one device, layer by layer. Commands that run the result
-        take --mesh.
-      again: Repeat steps that this model's recipe already has.
-      list_steps: List all steps and exit.
+        recipe: Recipe file: one step per line; # starts a comment.
+        step: Recipe step, for example "prune: wanda 2:4"; repeatable.
+        eval_data: Evaluation text file [default: the last tenth of the calibration text, which the
+            steps then do not see; with --samples, other samples].
+        window: Tokens per evaluation window, as for perplexity.
+        limit: Maximum number of evaluation windows.
+        no_speed: Do not time decoding.
+        report: JSON file to write: the output of --json.
+        plot: PNG file to draw: quality against bytes.
+        mesh: Not supported: recipes run on one device, layer by layer. Commands that run the result
+            take --mesh.
+        again: Repeat steps that this model's recipe already has.
+        list_steps: List all steps and exit.
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.compress import pipeline, plots

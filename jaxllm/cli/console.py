@@ -15,7 +15,7 @@ def write(text: str) -> None:
     """Write text to stdout and flush. If the reader has closed the pipe, exit with status 0.
 
     Raises:
-      OSError: stdout cannot be written; the error's file name is "stdout".
+        OSError: stdout cannot be written; the error's file name is "stdout".
     """
     try:
         sys.stdout.write(text)

@@ -59,14 +59,14 @@ def convert(
     vectors in F32.
 
     Args:
-      target: Directory or GGUF file to write.
-      dtype: Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:
-        unchanged].
-      to_hf: Write a Hugging Face checkpoint for transformers.
-      keep_quantized: With --to-hf: format in which integer weights stay quantized, gptq or
-        compressed-tensors.
-      to_gguf: Type of a GGUF file to write for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M, Q6_K,
-        ...
+        target: Directory or GGUF file to write.
+        dtype: Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:
+            unchanged].
+        to_hf: Write a Hugging Face checkpoint for transformers.
+        keep_quantized: With --to-hf: format in which integer weights stay quantized, gptq or
+            compressed-tensors.
+        to_gguf: Type of a GGUF file to write for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M,
+            Q6_K, ...
     """
     if target.suffix == ".gguf" and to_gguf is None:
         raise ConfigError(

@@ -55,7 +55,7 @@ def doctor(as_json: AsJson = False, quick: bool = False) -> None:
     """Check this installation. The exit status is 1 if something is wrong.
 
     Args:
-      quick: Leave out the comparison of kernels and the memory bandwidth.
+        quick: Leave out the comparison of kernels and the memory bandwidth.
     """
     with spinner("examining"):
         findings = [*examine(quick=quick)]

@@ -43,14 +43,14 @@ def embed(
     Prints one row per text, in their order.
 
     Args:
-      layer: Layer: 0 is the embedding table, n the output of block n, -1 the last, normed.
-      pooling: Pooling over the tokens: mean, last or cls [default: the checkpoint's, else mean].
-      normalize: Scale each vector to Euclidean norm 1 [default: the checkpoint's, else not].
-      prompt_name: Prompt of the checkpoint to put before each text, such as query.
-      instruction: Task of the texts, which are queries, in the form of Qwen3-Embedding.
-      batch: Texts per batch.
-      out: Output file, .npy or .safetensors [default: stdout].
-      as_json: Print one JSON array per line.
+        layer: Layer: 0 is the embedding table, n the output of block n, -1 the last, normed.
+        pooling: Pooling over the tokens: mean, last or cls [default: the checkpoint's, else mean].
+        normalize: Scale each vector to Euclidean norm 1 [default: the checkpoint's, else not].
+        prompt_name: Prompt of the checkpoint to put before each text, such as query.
+        instruction: Task of the texts, which are queries, in the form of Qwen3-Embedding.
+        batch: Texts per batch.
+        out: Output file, .npy or .safetensors [default: stdout].
+        as_json: Print one JSON array per line.
     """
     if out is not None and out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")

@@ -45,7 +45,7 @@ def read_text_option(value: str, max_bytes: int | None = None) -> str:
     """Return the text of `--text`: the value itself, a file for @FILE, or stdin for -.
 
     Args:
-      max_bytes: the maximum file size in bytes.
+        max_bytes: the maximum file size in bytes.
 
     Raises CheckpointError if a file cannot be read, ConfigError for a file name without @.
     """

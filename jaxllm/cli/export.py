@@ -50,17 +50,17 @@ def export(
     steps from Python.
 
     Args:
-      directory: Directory to write; without an export.
-      what: Steps to export: prefill, decode, or both.
-      form: Inputs of the steps: tokens or embeddings; rotary for RoPE cosines and sines; and the
-        attention mask as positions, boolean or additive.
-      num_tokens: Tokens per prefill step.
-      max_tokens: Maximum length in tokens: --num-tokens and the cache [default: the context].
-      batch: Rows per batch.
-      platforms: Platforms: cpu, cuda, rocm, tpu, comma-separated [default: this machine's].
-      native: Native CPU kernels: keep (as custom calls) or leave-out (XLA operations).
-      mlir: Write readable .mlir files, too.
-      check: Load the export and compare its logits with the model's.
+        directory: Directory to write; without an export.
+        what: Steps to export: prefill, decode, or both.
+        form: Inputs of the steps: tokens or embeddings; rotary for RoPE cosines and sines; and the
+            attention mask as positions, boolean or additive.
+        num_tokens: Tokens per prefill step.
+        max_tokens: Maximum length in tokens: --num-tokens and the cache [default: the context].
+        batch: Rows per batch.
+        platforms: Platforms: cpu, cuda, rocm, tpu, comma-separated [default: this machine's].
+        native: Native CPU kernels: keep (as custom calls) or leave-out (XLA operations).
+        mlir: Write readable .mlir files, too.
+        check: Load the export and compare its logits with the model's.
     """
     inputs = _parse_form(form)
     with spinner("starting"):

@@ -53,17 +53,17 @@ def generate(
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr.
 
     Args:
-      prompt: Text to continue; - reads stdin.
-      prompt_option: Text to continue, as an option.
-      prompt_file: File with the text to continue.
-      prompt_cache: Cache file of prompt and answer: read if it exists, to reuse a shared prefix,
-        and written at the end.
-      draft: Draft model for speculative decoding: smaller, with the same vocabulary.
-      echo: Print the prompt before its continuation.
-      chat: Apply the model's chat template to the prompt.
-      special_tokens: Read special tokens in the prompt, as in '<|fim_prefix|>', instead of their
-        letters.
-      as_json: Print one JSON object with text, tokens and timings.
+        prompt: Text to continue; - reads stdin.
+        prompt_option: Text to continue, as an option.
+        prompt_file: File with the text to continue.
+        prompt_cache: Cache file of prompt and answer: read if it exists, to reuse a shared prefix,
+            and written at the end.
+        draft: Draft model for speculative decoding: smaller, with the same vocabulary.
+        echo: Print the prompt before its continuation.
+        chat: Apply the model's chat template to the prompt.
+        special_tokens: Read special tokens in the prompt, as in '<|fim_prefix|>', instead of their
+            letters.
+        as_json: Print one JSON object with text, tokens and timings.
     """
     start = time.perf_counter()
     text = _read_prompt(prompt, prompt_option, prompt_file)

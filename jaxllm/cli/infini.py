@@ -27,10 +27,10 @@ def infini(
     several segments: jaxllm train full OUT TUNED --no-pack --length 512.
 
     Args:
-      segment: Segment length in tokens, with full attention within it.
-      update: Memory update: linear, delta, or delta_once (content that is written twice is not read
-        at half strength).
-      gate: Initial gate logit; sigmoid of it is the share of the memory.
+        segment: Segment length in tokens, with full attention within it.
+        update: Memory update: linear, delta, or delta_once (content that is written twice is not
+            read at half strength).
+        gate: Initial gate logit; sigmoid of it is the share of the memory.
     """
     with spinner("starting"):
         from jaxllm.train.infini import check_update, with_memory

@@ -47,16 +47,16 @@ def lens(
     (trained affine maps) or a Jacobian lens (the mean effect of a layer on the last one).
 
     Args:
-      prompt: Text to read.
-      file: Lens to use, a file that --save wrote [default: the logit lens].
-      fit: Lens to fit first.
-      text: Text to fit it to.
-      window: Tokens per piece of that text.
-      steps: Optimizer steps of a tuned lens.
-      save: File for the fitted lens, safetensors.
-      top: Number of tokens to show of each layer and position.
-      plot: PNG file for a picture of the likeliest tokens.
-      as_json: Print one JSON object.
+        prompt: Text to read.
+        file: Lens to use, a file that --save wrote [default: the logit lens].
+        fit: Lens to fit first.
+        text: Text to fit it to.
+        window: Tokens per piece of that text.
+        steps: Optimizer steps of a tuned lens.
+        save: File for the fitted lens, safetensors.
+        top: Number of tokens to show of each layer and position.
+        plot: PNG file for a picture of the likeliest tokens.
+        as_json: Print one JSON object.
     """
     if (fit is None) != (text is None) or (save is not None and fit is None):
         raise ConfigError("--fit requires --text, and --text and --save require --fit")

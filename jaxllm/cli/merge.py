@@ -38,8 +38,8 @@ def merge(
     one device.
 
     Args:
-      adapter: Adapter directory in PEFT's format.
-      format: Format of the merged matrices: float32, or bfloat16, int8, ... which round the sum.
+        adapter: Adapter directory in PEFT's format.
+        format: Format of the merged matrices: float32, or bfloat16, int8, ... which round the sum.
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.weights.formats import parse_format

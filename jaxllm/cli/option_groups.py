@@ -70,8 +70,8 @@ class SamplingOptions:
     """Options of text generation.
 
     Attributes:
-      more: Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4
-      seed: Random seed [default: random for generate and chat, which print it; 0 for batch].
+        more: Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4
+        seed: Random seed [default: random for generate and chat, which print it; 0 for batch].
     """
 
     more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None
@@ -133,7 +133,7 @@ class ReferenceWeightOptions(WeightOptions):
     """The same for comparisons with a reference, which run in float32 by default.
 
     Attributes:
-      dtype: Dtype: float32, bfloat16 or float16.
+        dtype: Dtype: float32, bfloat16 or float16.
     """
 
     dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
@@ -144,8 +144,8 @@ class AdapterOptions(WeightOptions):
     """Options of weight loading, with adapters.
 
     Attributes:
-      adapter: Adapter to load with the model: a PEFT directory (LoRA, DoRA) or a GGUF file.
-        Repeatable; -o adapter=NAME selects one [default: the first].
+        adapter: Adapter to load with the model: a PEFT directory (LoRA, DoRA) or a GGUF file.
+            Repeatable; -o adapter=NAME selects one [default: the first].
     """
 
     adapter: Annotated[list[str] | None, typer.Option("--adapter", metavar="[NAME=]DIR")] = None
@@ -156,8 +156,8 @@ class LoadingOptions(AdapterOptions):
     """Options of model loading: formats, mesh, adapters, cache.
 
     Attributes:
-      int8_inputs: Round the inputs of integer weights to int8: faster, not exact.
-      invariant: A text's bits do not depend on what else runs (docs/guarantees.md).
+        int8_inputs: Round the inputs of integer weights to int8: faster, not exact.
+        invariant: A text's bits do not depend on what else runs (docs/guarantees.md).
     """
 
     int8_inputs: bool = False
@@ -171,10 +171,10 @@ class EvalTextOptions:
     """Options of an evaluation text and its windows.
 
     Attributes:
-      documents: JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).
-      window: Tokens per window [default: 512, or fewer if the context or the text is shorter].
-      stride: Tokens from one window to the next [default: the window, no overlap].
-      batch: Windows per batch [default: as many as 256 MB allow].
+        documents: JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).
+        window: Tokens per window [default: 512, or fewer if the context or the text is shorter].
+        stride: Tokens from one window to the next [default: the window, no overlap].
+        batch: Windows per batch [default: as many as 256 MB allow].
     """
 
     text: Text = None

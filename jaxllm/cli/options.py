@@ -244,11 +244,11 @@ def load_model(
     """Load a model with the given options; the checkpoint decides what is None.
 
     Args:
-      adapters: adapter paths, each optionally as NAME=DIR.
-      self_extend: "G,W", parsed by `parse_self_extend`.
-      mesh, exact, fsdp, strict: as in `load`.
-      reuse_compiled: use programs that an earlier process compiled.
-      show_progress: None shows progress if stderr is a terminal.
+        adapters: adapter paths, each optionally as NAME=DIR.
+        self_extend: "G,W", parsed by `parse_self_extend`.
+        mesh, exact, fsdp, strict: as in `load`.
+        reuse_compiled: use programs that an earlier process compiled.
+        show_progress: None shows progress if stderr is a terminal.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
@@ -427,7 +427,7 @@ def read_options(
     """Return the given options of `LM.generate`, checked. top-k, top-p and min-p imply sampling.
 
     Args:
-      kind: the method that they are for.
+        kind: the method that they are for.
 
     Raises SamplingError for values that no model accepts.
     """
@@ -445,7 +445,7 @@ def read_extra_options(extra: list[str] | None, source: str = "--option") -> dic
     """Parse NAME=VALUE options, without checking them. Raises SamplingError for any other form.
 
     Args:
-      source: the option or command they come from, for messages.
+        source: the option or command they come from, for messages.
     """
     options = {}
     for item in extra or []:

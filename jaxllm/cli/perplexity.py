@@ -59,20 +59,20 @@ def perplexity(
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
 
     Args:
-      separate: Score each of --documents separately.
-      protocol: Tokens to score: strided: those not in an earlier window (Hugging Face's guide);
-        second-half: the second half of each window (llama-perplexity); rolling: all, the last
-        window overlaps (lm-evaluation-harness).
-      bos: Begin-of-text token: first (once, before a text), each (it also replaces every window's
-        first token), none; auto: none if the tokenizer adds none, first for rolling, else each.
-      limit: Maximum number of windows.
-      compare: Other model, compared with MODEL as the reference [default: MODEL].
-      other_dtype: Dtype of the other model [default: --dtype].
-      other_quantize: Weight format of the other model.
-      journal: File that stores the numbers of every batch; a second run resumes from it.
-      by_position: Report the loss by position in the window, too.
-      buckets: Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...].
-      picture: PNG file to draw: the loss by position.
+        separate: Score each of --documents separately.
+        protocol: Tokens to score: strided: those not in an earlier window (Hugging Face's guide);
+            second-half: the second half of each window (llama-perplexity); rolling: all, the last
+            window overlaps (lm-evaluation-harness).
+        bos: Begin-of-text token: first (once, before a text), each (it also replaces every window's
+            first token), none; auto: none if the tokenizer adds none, first for rolling, else each.
+        limit: Maximum number of windows.
+        compare: Other model, compared with MODEL as the reference [default: MODEL].
+        other_dtype: Dtype of the other model [default: --dtype].
+        other_quantize: Weight format of the other model.
+        journal: File that stores the numbers of every batch; a second run resumes from it.
+        by_position: Report the loss by position in the window, too.
+        buckets: Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...].
+        picture: PNG file to draw: the loss by position.
     """
     alone = compare is None and other_dtype is None and other_quantize is None
     if not by_position and (buckets is not None or picture is not None):

@@ -32,15 +32,15 @@ def plan(
     Hugging Face config.json, or a directory with only that file.
 
     Args:
-      mesh: Device mesh, as in data=2,tensor=4 [default: one device].
-      devices: Number of devices to propose meshes for, best first.
-      batch: Rows, in total over all devices.
-      context: Tokens per row [default: the model's].
-      hardware: Device: h100, a100, rtx4090, tpu-v5e, ... or numbers:
-        flops=1t,memory=16g,bandwidth=20g,link=10g (optionally node=, across=, latency=).
-      goal: Goal of --devices: latency (per token), throughput, or prompt (prefill time).
-      microbatches: Pipeline microbatches [default: the number of stages].
-      exact: The exact sums of one device, without partial sums.
+        mesh: Device mesh, as in data=2,tensor=4 [default: one device].
+        devices: Number of devices to propose meshes for, best first.
+        batch: Rows, in total over all devices.
+        context: Tokens per row [default: the model's].
+        hardware: Device: h100, a100, rtx4090, tpu-v5e, ... or numbers:
+            flops=1t,memory=16g,bandwidth=20g,link=10g (optionally node=, across=, latency=).
+        goal: Goal of --devices: latency (per token), throughput, or prompt (prefill time).
+        microbatches: Pipeline microbatches [default: the number of stages].
+        exact: The exact sums of one device, without partial sums.
     """
     with spinner("starting"):
         from jaxllm.plan.estimate import PlanQuery, plan as estimate_plan

@@ -34,13 +34,13 @@ def quantize(
     Writes jaxllm's format; norms and biases are not quantized.
 
     Args:
-      bits: Bits per weight: 8, 4, 3 or 2.
-      group: Group size, in columns per scale: 32, 64 or 128 [default: the whole row for 8 bits,
-        else 64].
-      zero_point: Asymmetric quantization (with zero points).
-      half_scales: Scales in float16 instead of float32.
-      name: Format to use instead of the above: int4 (a mixture), q6_k, bf16-packed, ...
-      rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
+        bits: Bits per weight: 8, 4, 3 or 2.
+        group: Group size, in columns per scale: 32, 64 or 128 [default: the whole row for 8 bits,
+            else 64].
+        zero_point: Asymmetric quantization (with zero points).
+        half_scales: Scales in float16 instead of float32.
+        name: Format to use instead of the above: int4 (a mixture), q6_k, bf16-packed, ...
+        rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.convert.registry import open_checkpoint

@@ -46,20 +46,20 @@ def recall(
     choices / is what greedy decoding generates.
 
     Args:
-      lengths: Text lengths in tokens, question included, comma-separated.
-      depths: Depths of the fact, from 0 (start) to 1 (end), comma-separated.
-      policies: Cache policies, comma-separated: full (a slot for every token), slide (restart from
-        the recent half), window, sinks (the first tokens and a window), heavy (the most attended
-        tokens), pooled, pooled-by-use (four older tokens per slot), self-extend (full, with grouped
-        positions), segments (Infini-attention: drops finished segments).
-      slots: Cache slots of all policies but full [default: half the shortest length].
-      tries: Number of texts per length and depth.
-      texts: Haystack: passkey (a number in filler text), story (a name in a story in the demo
-        models' grammar), meetings (one of several names, for models of
-        scripts/demo_models/train_long.py), auto (story for the demo models, else passkey).
-      seed: Random seed of the texts.
-      out: JSON file to write: all numbers.
-      picture: PNG file to draw: heat maps.
+        lengths: Text lengths in tokens, question included, comma-separated.
+        depths: Depths of the fact, from 0 (start) to 1 (end), comma-separated.
+        policies: Cache policies, comma-separated: full (a slot for every token), slide (restart
+            from the recent half), window, sinks (the first tokens and a window), heavy (the most
+            attended tokens), pooled, pooled-by-use (four older tokens per slot), self-extend (full,
+            with grouped positions), segments (Infini-attention: drops finished segments).
+        slots: Cache slots of all policies but full [default: half the shortest length].
+        tries: Number of texts per length and depth.
+        texts: Haystack: passkey (a number in filler text), story (a name in a story in the demo
+            models' grammar), meetings (one of several names, for models of
+            scripts/demo_models/train_long.py), auto (story for the demo models, else passkey).
+        seed: Random seed of the texts.
+        out: JSON file to write: all numbers.
+        picture: PNG file to draw: heat maps.
     """
     chosen = split_commas(policies)
     if self_extend is not None and "self-extend" not in chosen:

@@ -37,10 +37,10 @@ def sensitivity(
     regex, as --json prints it, is a rule for `jaxllm.quantize`.
 
     Args:
-      format: Format to lower to: int8, int4, int4-g32, bfloat16, ...
-      by: Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix).
-      limit: Maximum number of windows.
-      plot: PNG file to draw: the ranking.
+        format: Format to lower to: int8, int4, int4-g32, bfloat16, ...
+        by: Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix).
+        limit: Maximum number of windows.
+        plot: PNG file to draw: the ranking.
     """
     corpus = eval_text.read()
     with spinner("starting"):

@@ -65,34 +65,35 @@ def serve(
     finish. The model runs in a separate process, which is started again if it dies.
 
     Args:
-      host: Address to listen on; 0.0.0.0 lets other machines ask.
-      port: Port; 0 takes a free one.
-      unix: Unix socket to listen on instead, which only you can open.
-      name: Name of the model for clients; repeatable [default: the file's name].
-      api_key_file: File with the keys that clients must send, one a line.
-      cors: Allowed CORS origin, such as https://example.org; * for all; repeatable.
-      allow_host: Name under which clients reach a server without keys, besides localhost, addresses
-        and --host: a page of another site could give itself this machine's address; * for all;
-        repeatable.
-      rows: Requests that run at once.
-      capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
-      max_waiting: Requests that may wait; more get status 429.
-      max_waiting_tokens: Prompt tokens of the requests that wait; more get status 429.
-      prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
-        rest. Answers have the same bits with and without; 0 keeps nothing.
-      public_prefix: File with a system message or a text that runs once, for all API keys: their
-        requests read it in place. Otherwise keys share nothing. Repeatable.
-      max_body: Largest body of a request.
-      grace: Time for running requests to finish after SIGTERM.
-      threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
-      chat_template: Jinja file to use instead of the checkpoint's chat template.
-      pooling: Pooling of embeddings: mean, last or cls [default: the checkpoint's, else mean].
-      rerank: Method of /rerank: yes-no, score or cosine [default: score if the model has such a
-        head, else cosine].
-      steer: Steering vector that requests may name, GGUF or safetensors; repeatable.
-      draft: Draft model for speculative decoding, smaller, with the same vocabulary; or lookup, to
-        repeat what followed the same words before. Answers have the same bits with and without.
-      draft_tokens: Tokens that it proposes per pass of the model.
+        host: Address to listen on; 0.0.0.0 lets other machines ask.
+        port: Port; 0 takes a free one.
+        unix: Unix socket to listen on instead, which only you can open.
+        name: Name of the model for clients; repeatable [default: the file's name].
+        api_key_file: File with the keys that clients must send, one a line.
+        cors: Allowed CORS origin, such as https://example.org; * for all; repeatable.
+        allow_host: Name under which clients reach a server without keys, besides localhost,
+            addresses and --host: a page of another site could give itself this machine's address; *
+            for all; repeatable.
+        rows: Requests that run at once.
+        capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
+        max_waiting: Requests that may wait; more get status 429.
+        max_waiting_tokens: Prompt tokens of the requests that wait; more get status 429.
+        prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
+            rest. Answers have the same bits with and without; 0 keeps nothing.
+        public_prefix: File with a system message or a text that runs once, for all API keys: their
+            requests read it in place. Otherwise keys share nothing. Repeatable.
+        max_body: Largest body of a request.
+        grace: Time for running requests to finish after SIGTERM.
+        threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
+        chat_template: Jinja file to use instead of the checkpoint's chat template.
+        pooling: Pooling of embeddings: mean, last or cls [default: the checkpoint's, else mean].
+        rerank: Method of /rerank: yes-no, score or cosine [default: score if the model has such a
+            head, else cosine].
+        steer: Steering vector that requests may name, GGUF or safetensors; repeatable.
+        draft: Draft model for speculative decoding, smaller, with the same vocabulary; or lookup,
+            to repeat what followed the same words before. Answers have the same bits with and
+            without.
+        draft_tokens: Tokens that it proposes per pass of the model.
     """
     try:
         from jaxllm.server.app import build_app

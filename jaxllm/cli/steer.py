@@ -36,14 +36,14 @@ def steer(
     chat take it as --steer OUT:STRENGTH, serve as --steer NAME=OUT.
 
     Args:
-      pairs: File with one pair per line and a tab between its texts, or a JSON list of pairs; -
-        reads stdin.
-      out: File to write.
-      method: Direction of each layer: mean (the mean difference) or pca (its part in the first
-        principal direction).
-      tokens: State of a text: that of its last token (last), or the mean of all tokens (mean).
-      layers: Layers to write, from 0 [default: all].
-      batch: Texts per batch.
+        pairs: File with one pair per line and a tab between its texts, or a JSON list of pairs; -
+            reads stdin.
+        out: File to write.
+        method: Direction of each layer: mean (the mean difference) or pca (its part in the first
+            principal direction).
+        tokens: State of a text: that of its last token (last), or the mean of all tokens (mean).
+        layers: Layers to write, from 0 [default: all].
+        batch: Texts per batch.
     """
     from jaxllm.convert.gguf.writer import check_absent
 

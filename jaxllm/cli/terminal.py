@@ -36,7 +36,7 @@ def make_line_reader(**streams: Any) -> Reader:
     """Return a function that reads the next line from the terminal or a pipe.
 
     Args:
-      streams: input and output for prompt_toolkit, for tests; by default the terminal.
+        streams: input and output for prompt_toolkit, for tests; by default the terminal.
     """
     return _make_prompt_reader(**streams) if streams or is_interactive() else _read_pipe
 

@@ -39,10 +39,10 @@ class ExpertOptions:
     """Flags of mixtures of experts.
 
     Attributes:
-      router_loss: Weight of the load-balancing loss, as in transformers.
-      router_loss_by_layer: Average the router loss over layers, instead of pooling.
-      capacity_factor: Expert capacity in training, as a multiple of an even share of the tokens
-        [default: unlimited].
+        router_loss: Weight of the load-balancing loss, as in transformers.
+        router_loss_by_layer: Average the router loss over layers, instead of pooling.
+        capacity_factor: Expert capacity in training, as a multiple of an even share of the tokens
+            [default: unlimited].
     """
 
     router_loss: float = 0.0
@@ -81,12 +81,12 @@ def full(
     it, bit for bit.
 
     Args:
-      only: Regex of the only parameters to train; repeatable.
-      keep_zeros: Keep zero (pruned) weights at zero.
-      pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
-        microbatches as there are stages).
-      microbatches: Microbatches per device batch, with --pipeline.
-      gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
+        only: Regex of the only parameters to train; repeatable.
+        keep_zeros: Keep zero (pruned) weights at zero.
+        pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
+            microbatches as there are stages).
+        microbatches: Microbatches per device batch, with --pipeline.
+        gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
     """
     with spinner("starting"):
         from jaxllm.train import jobs
@@ -135,16 +135,16 @@ def lora(
     generate --adapter OUT uses it. The state is saved in OUT.parts during the run.
 
     Args:
-      lora_alpha: LoRA alpha: the scale is alpha / rank [default: 2 * rank].
-      target_modules: Suffixes of module names (q_proj,v_proj), a regex of whole names, or
-        all-linear (all but the head) [default: all-linear]; repeatable for names.
-      exclude_modules: Modules to exclude: name suffixes, or a regex.
-      layers_to_transform: Layer numbers, as in 0,4-7; with names in --target-modules.
-      rank_pattern: Rank of modules whose name ends in REGEX; repeatable.
-      alpha_pattern: Alpha of modules whose name ends in REGEX; repeatable.
-      adapter: Adapter to continue training; it sets rank and the other LoRA options.
-      quantize: Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize.
-      prefix: File with a text before every example; it is run once, not at each step.
+        lora_alpha: LoRA alpha: the scale is alpha / rank [default: 2 * rank].
+        target_modules: Suffixes of module names (q_proj,v_proj), a regex of whole names, or
+            all-linear (all but the head) [default: all-linear]; repeatable for names.
+        exclude_modules: Modules to exclude: name suffixes, or a regex.
+        layers_to_transform: Layer numbers, as in 0,4-7; with names in --target-modules.
+        rank_pattern: Rank of modules whose name ends in REGEX; repeatable.
+        alpha_pattern: Alpha of modules whose name ends in REGEX; repeatable.
+        adapter: Adapter to continue training; it sets rank and the other LoRA options.
+        quantize: Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize.
+        prefix: File with a text before every example; it is run once, not at each step.
     """
     with spinner("starting"):
         from jaxllm.adapters import read_adapter
@@ -240,9 +240,9 @@ def prompt(
     generate --prompt-cache OUT -p TEXT continues from it if TEXT starts with the text of --begin.
 
     Args:
-      target: Cache file to write.
-      begin: Initial text of the prompt; it fixes the length.
-      entries: Train keys and values (prefix tuning), not embeddings.
+        target: Cache file to write.
+        begin: Initial text of the prompt; it fixes the length.
+        entries: Train keys and values (prefix tuning), not embeddings.
     """
     with spinner("starting"):
         from jaxllm.train import frozen_prefix
@@ -272,11 +272,11 @@ def qat(
     run.
 
     Args:
-      name: Integer format, as for quantize: int4-g64, int3-g64-zp, ...
-      rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
-      learned_scales: Train the scales with the weights (LSQ).
-      int8_inputs: Quantize the inputs of integer weights to int8, too.
-      float_steps: Number of first steps without rounding.
+        name: Integer format, as for quantize: int4-g64, int3-g64-zp, ...
+        rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
+        learned_scales: Train the scales with the weights (LSQ).
+        int8_inputs: Quantize the inputs of integer weights to int8, too.
+        float_steps: Number of first steps without rounding.
     """
     with spinner("starting"):
         from jaxllm.cli.quantize import read_rules
@@ -318,12 +318,13 @@ def distill(
     or texts are saved in OUT.taught; the state in OUT.parts, during the run.
 
     Args:
-      student: Student model [default: a part of MODEL].
-      layers: Number of MODEL's layers in the student.
-      heads: Number of MODEL's key/value heads in the student.
-      channels: Number of MODEL's channels per MLP in the student.
-      written: Sequence-level distillation: tokens of each example that the teacher continues.
-      max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what fits].
+        student: Student model [default: a part of MODEL].
+        layers: Number of MODEL's layers in the student.
+        heads: Number of MODEL's key/value heads in the student.
+        channels: Number of MODEL's channels per MLP in the student.
+        written: Sequence-level distillation: tokens of each example that the teacher continues.
+        max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what
+            fits].
     """
     with spinner("starting"):
         from jaxllm.compress.student import StudentSize, check_student, make_student
@@ -392,12 +393,12 @@ def rl(
     during the run.
 
     Args:
-      reward: Python function MODULE:FUNCTION of (prompt, answer, line of the file), a number.
-      scored: The data have answers with rewards: lines with "prompt", "completion" and "reward".
-      num_iterations: Optimizer steps on the same answers.
-      temperature: Sampling temperature.
-      more: Another sampling option or grammar, as for generate: -o top_p=0.95 -o regex=...
-      rank: LoRA rank, to train an adapter instead of all weights.
+        reward: Python function MODULE:FUNCTION of (prompt, answer, line of the file), a number.
+        scored: The data have answers with rewards: lines with "prompt", "completion" and "reward".
+        num_iterations: Optimizer steps on the same answers.
+        temperature: Sampling temperature.
+        more: Another sampling option or grammar, as for generate: -o top_p=0.95 -o regex=...
+        rank: LoRA rank, to train an adapter instead of all weights.
     """
     with spinner("starting"):
         from jaxllm.models.invariance import has_invariant_rows

@@ -34,20 +34,20 @@ class RunOptions:
     """The flags of every run, with some of its plan and optimizer.
 
     Attributes:
-      data: Prompts: JSON lines with "prompt", or with "messages" for the chat template.
-      steps: Number of optimizer steps [default: by --epochs].
-      epochs: Number of epochs.
-      batch_size: Prompts per batch.
-      lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4, rl 1e-5].
-      max_grad_norm: Maximum gradient norm; 0 for no limit.
-      eval_steps: Steps between two lines of the log [default: a tenth of all].
-      sample: Prompt to continue after each evaluation.
-      keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
-      resume: Continue from OUT.parts even if OUT exists, and replace OUT.
-      gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
-      dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
-      report: JSON file to write: the numbers of every step, updated at each evaluation.
-      plot: PNG file to draw: the losses.
+        data: Prompts: JSON lines with "prompt", or with "messages" for the chat template.
+        steps: Number of optimizer steps [default: by --epochs].
+        epochs: Number of epochs.
+        batch_size: Prompts per batch.
+        lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4, rl 1e-5].
+        max_grad_norm: Maximum gradient norm; 0 for no limit.
+        eval_steps: Steps between two lines of the log [default: a tenth of all].
+        sample: Prompt to continue after each evaluation.
+        keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
+        resume: Continue from OUT.parts even if OUT exists, and replace OUT.
+        gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
+        dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
+        report: JSON file to write: the numbers of every step, updated at each evaluation.
+        plot: PNG file to draw: the losses.
     """
 
     data: Path
@@ -90,19 +90,19 @@ class TrainOptions(RunOptions):
     """The flags of training on texts.
 
     Attributes:
-      data: Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl) with
-        "text", "prompt" and "completion", or "messages".
-      eval_data: Evaluation data [default: --eval-split of the training data].
-      eval_split: Share of the examples held out for evaluation, chosen by the seed (of a single
-        text its end); 0 for none.
-      batch_size: Rows per batch.
-      length: Tokens per row [default: 512, or the context if shorter].
-      no_pack: One document per row, padded, instead of packed rows.
-      eval_steps: Steps between evaluations [default: a tenth of all].
-      mesh: Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers; tensor
-        heads, MLPs and vocabulary.
-      fsdp: Shard weights, gradients and optimizer state over --mesh data=N; each weight is gathered
-        when it is used.
+        data: Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl) with
+            "text", "prompt" and "completion", or "messages".
+        eval_data: Evaluation data [default: --eval-split of the training data].
+        eval_split: Share of the examples held out for evaluation, chosen by the seed (of a single
+            text its end); 0 for none.
+        batch_size: Rows per batch.
+        length: Tokens per row [default: 512, or the context if shorter].
+        no_pack: One document per row, padded, instead of packed rows.
+        eval_steps: Steps between evaluations [default: a tenth of all].
+        mesh: Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers; tensor
+            heads, MLPs and vocabulary.
+        fsdp: Shard weights, gradients and optimizer state over --mesh data=N; each weight is
+            gathered when it is used.
     """
 
     plan: Annotated[
@@ -143,13 +143,13 @@ def check_run(
     """Check all that can be checked before weights are read and data are encoded.
 
     Args:
-      lr: The default learning rate.
-      result: The file in OUT that marks it complete; None if OUT is a file itself.
-      gate_lr: The learning rate of an Infini-attention model's gates.
-      num_iterations: Optimizer steps on the same answers.
+        lr: The default learning rate.
+        result: The file in OUT that marks it complete; None if OUT is a file itself.
+        gate_lr: The learning rate of an Infini-attention model's gates.
+        num_iterations: Optimizer steps on the same answers.
 
     Raises:
-      ConfigError, CheckpointError: The run would fail on an option.
+        ConfigError, CheckpointError: The run would fail on an option.
     """
     from jaxllm.convert.registry import open_checkpoint
     from jaxllm.files import regular_size
@@ -234,12 +234,12 @@ def run_training(
     """Read the data, run a job, write its result and print its loss.
 
     Args:
-      job: the job, or a function that makes it from the training and evaluation data (or None).
-      setup: the setup that `check_run` returned.
-      title: the title of report and plot.
-      examples: a function that reads a data file, instead of `sources.read_examples`.
-      reserved_tokens: tokens of the context that rows must leave free.
-      data: the training data (`Data`, with `summary` and `facts`), instead of the file's.
+        job: the job, or a function that makes it from the training and evaluation data (or None).
+        setup: the setup that `check_run` returned.
+        title: the title of report and plot.
+        examples: a function that reads a data file, instead of `sources.read_examples`.
+        reserved_tokens: tokens of the context that rows must leave free.
+        data: the training data (`Data`, with `summary` and `facts`), instead of the file's.
     """
     from jaxllm.files import atomic_file
     from jaxllm.train import jobs, plots

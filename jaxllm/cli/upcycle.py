@@ -27,9 +27,9 @@ def upcycle(
     result: jaxllm train full OUT TUNED --router-loss 0.001.
 
     Args:
-      experts: Number of experts: copies of each MLP.
-      per_token: Number of experts per token.
-      seed: Random seed of the routers.
+        experts: Number of experts: copies of each MLP.
+        per_token: Number of experts per token.
+        seed: Random seed of the routers.
     """
     with spinner("starting"):
         from jaxllm.train.upcycle import upcycle_model

@@ -43,12 +43,12 @@ def vectors(
     cache. They are stored as safetensors and JSON, so that checking needs neither torch nor jaxllm.
 
     Args:
-      action: What to do.
-      directory: Directory of the vectors.
-      source: make: source of the numbers.
-      new_tokens: make: number of greedy tokens after each text.
-      tolerance: check: tolerance, as for verify [default: by dtype].
-      other_weights: check: compare only the numbers, not the weights.
+        action: What to do.
+        directory: Directory of the vectors.
+        source: make: source of the numbers.
+        new_tokens: make: number of greedy tokens after each text.
+        tolerance: check: tolerance, as for verify [default: by dtype].
+        other_weights: check: compare only the numbers, not the weights.
     """
     if action == "make":
         check_folder(directory)

@@ -49,14 +49,15 @@ def verify(
     names also apply to the reference.
 
     Args:
-      against: Reference: "transformers", or a checkpoint (also MODEL itself).
-      against_dtype: Dtype of the reference [default: --dtype for transformers, else float32].
-      new_tokens: Greedy tokens per row.
-      length: Length in tokens of the longer of the two prompts.
-      tolerance: Tolerance, times max(1, largest number of a stage) [default: by dtype].
-      plot: PNG file to draw: the error by stage.
-      invariance: Compare the model with itself instead: a text alone, and the same text in batches,
-        chunks and caches, speculated and served. All bits must be equal (docs/guarantees.md).
+        against: Reference: "transformers", or a checkpoint (also MODEL itself).
+        against_dtype: Dtype of the reference [default: --dtype for transformers, else float32].
+        new_tokens: Greedy tokens per row.
+        length: Length in tokens of the longer of the two prompts.
+        tolerance: Tolerance, times max(1, largest number of a stage) [default: by dtype].
+        plot: PNG file to draw: the error by stage.
+        invariance: Compare the model with itself instead: a text alone, and the same text in
+            batches, chunks and caches, speculated and served. All bits must be equal
+            (docs/guarantees.md).
     """
     if invariance:
         return _verify_invariance(loading, model, length, new_tokens, as_json)

@@ -109,7 +109,8 @@ def chunk_rows_after(begin: Sequence[int | None], pieces: Pieces, spec: ChunkSpe
 def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
     """Return rows of token ids `[N, T]` as calibration data.
 
-    Raises TokenError for rows of unequal lengths, no rows, or anything but token ids.
+    Raises:
+        TokenError: For rows of unequal lengths, no rows, or anything but token ids.
     """
     token_NT = check_int_array("calibration rows", rows, TokenError)
     if token_NT.ndim != 2 or not token_NT.size:

@@ -57,7 +57,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class StepEvaluator:
     """Measures models against the original.
 
-    loader: evaluation data; None measures no quality. speed: whether to time decoding.
+    Attributes:
+        loader: evaluation data; None measures no quality.
+        speed: whether to time decoding.
     """
 
     original: LM

@@ -40,10 +40,10 @@ class StudentSize:
     """The size of a student that is part of its teacher.
 
     Attributes:
-      layers, heads, channels: how many layers, key/value heads (with their query heads) and MLP
-        channels to keep; None for all.
-      layer_choice: how to choose layers.
-      importance: salience of heads and channels (`compress.methods.salience`).
+        layers, heads, channels: how many layers, key/value heads (with their query heads) and MLP
+            channels to keep; None for all.
+        layer_choice: how to choose layers.
+        importance: salience of heads and channels (`compress.methods.salience`).
     """
 
     layers: int | None = None
@@ -97,7 +97,7 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
     Layers are removed first, then heads, then channels.
 
     Args:
-      token_NT: int32 ids, rows without padding, if `size.needs_text`.
+        token_NT: int32 ids, rows without padding, if `size.needs_text`.
 
     Raises ConfigError for numbers out of range, for removal of heads or channels from quantized
     weights, and if a text is needed and not given.
@@ -134,8 +134,8 @@ def make_student(teacher: LM, size: StudentSize, token_NT: np.ndarray) -> LM:
     results raise an error.
 
     Args:
-      token_NT: int32 ids, rows without padding; the first `MAX_ROWS` are used. There may be none
-        unless `size.needs_text`.
+        token_NT: int32 ids, rows without padding; the first `MAX_ROWS` are used. There may be none
+            unless `size.needs_text`.
     """
     some_NT = token_NT[:MAX_ROWS] if len(token_NT) else None
     student = cut_student(to_one_device(teacher), size, some_NT)

@@ -70,9 +70,11 @@ class Rope:
     `longrope` has two lists, for texts up to `original_max_position_embeddings` and for longer
     ones.
 
-    group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or neither;
-    no published file has them. Tokens within the window keep their positions, and those of farther
-    tokens are divided by `group_size`, so that a trained model can read longer texts.
+    Attributes:
+        group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or
+            neither; no published file has them. Tokens within the window keep their positions, and
+            those of farther tokens are divided by `group_size`, so that a trained model can read
+            longer texts.
     """
 
     rope_type: str
@@ -201,9 +203,11 @@ MAX_LABELS = 1 << 20
 class ScoreHead:
     """The linear head of a classifier or a reward model, which has no output matrix.
 
-    labels: names of its outputs; none if there is no head at all. problem_type: how outputs become
-    scores; None: as their number suggests (`jaxllm.generation.heads.to_scores`). pad_token_id: a
-    text's outputs are those of its last token that is not this one.
+    Attributes:
+        labels: names of its outputs; none if there is no head at all.
+        problem_type: how outputs become scores; None: as their number suggests
+            (`jaxllm.generation.heads.to_scores`).
+        pad_token_id: a text's outputs are those of its last token that is not this one.
     """
 
     labels: Annotated[tuple[str, ...], Meta(max_length=MAX_LABELS)]
@@ -215,8 +219,9 @@ class ScoreHead:
 class ModelConfig:
     """Configuration that all architectures share. Each key/value head serves equally many queries.
 
-    per_layer_fields: names of the fields that have one entry per layer. score: the head in place
-    of the output matrix; logits are then its outputs, `[..., labels]`.
+    Attributes:
+        per_layer_fields: names of the fields that have one entry per layer.
+        score: the head in place of the output matrix; logits are then its outputs, `[..., labels]`.
     """
 
     model_type: ClassVar[str]

@@ -44,8 +44,10 @@ class RunnerInput(NamedTuple):
 class FixedOutput:
     """Result of a runner.
 
-    logits: float32 `[B, L, V]` on the host; undefined for padding. past: for the next call. mask:
-    bool `[B, L]`, True for real tokens.
+    Attributes:
+        logits: float32 `[B, L, V]` on the host; undefined for padding.
+        past: for the next call.
+        mask: bool `[B, L]`, True for real tokens.
     """
 
     logits: np.ndarray
@@ -66,8 +68,6 @@ class FixedShapeRunner:
     token, such as padding, attends to all tokens. In float16 a value below -65504 is -inf, and such
     a query yields NaN.
 
-    Raises ConfigError for invalid lengths, names or values.
-
     Attributes:
         rotary: Pass the RoPE cosines and sines as inputs of the step.
         mask: "positions", or a combined causal and padding mask ("boolean" or "additive") as an
@@ -75,6 +75,9 @@ class FixedShapeRunner:
         mask_value: Added to masked scores by an additive mask.
         step: Runs instead of the model, `inputs -> outputs` as for `make_step`: an exported step,
             or another compiler's session.
+
+    Raises:
+        ConfigError: For invalid lengths, names or values.
     """
 
     model: Model

@@ -87,7 +87,9 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
 class ExportedStep:
     """One step with static shapes, from named arrays to named arrays.
 
-    feeds: maps outputs to inputs of the next step. vocab_size: last axis of the logits.
+    Attributes:
+        feeds: maps outputs to inputs of the next step.
+        vocab_size: last axis of the logits.
     """
 
     name: str
@@ -130,8 +132,9 @@ class ExportedStep:
             tokens: Ids `[B, T]`, at most as many per row as the step takes; the rest is padding.
             start: Number of tokens before these. A token's slot is its position.
 
-        Raises ConfigError for ids of another shape or outside the vocabulary, a start beyond the
-        slots, and a step with another signature (embeddings, a mask or angles).
+        Raises:
+            ConfigError: For ids of another shape or outside the vocabulary, a start beyond the
+                slots, and a step with another signature (embeddings, a mask or angles).
         """
         if (
             "cos" in self.inputs

@@ -28,13 +28,14 @@ MASKS = ("positions", "boolean", "additive")
 class StepSignature:
     """Input signature of a step, besides keys and values.
 
-    Raises ConfigError for an unknown mask.
-
     Attributes:
         embeddings: Take `inputs_embeds` instead of `input_ids`.
         rotary: Take the RoPE `cos` and `sin` as inputs.
         mask: "positions": tokens attend to positions up to their own. "boolean", "additive": take
             an `attention_mask` with True or 0 where a token attends.
+
+    Raises:
+        ConfigError: For an unknown mask.
     """
 
     embeddings: bool = False
@@ -55,7 +56,8 @@ def make_step(
     the past with the new tokens written to their slots, in the shape of the next step's
     `past_key_values.N.key` and `.value`; and `present_position_ids` if the mask is "positions".
 
-    Raises ConfigError for a signature that the model does not support.
+    Raises:
+        ConfigError: For a signature that the model does not support.
     """
     check_signature(model, signature)
     return partial(run_step, model, signature)

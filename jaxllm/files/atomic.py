@@ -39,10 +39,10 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     writes.
 
     Args:
-      mode: "wb", or "w" for UTF-8 text.
+        mode: "wb", or "w" for UTF-8 text.
 
     Raises:
-      CheckpointError: it cannot be written: no such folder, no space, no permission.
+        CheckpointError: it cannot be written: no such folder, no space, no permission.
     """
     encoding = None if "b" in mode else "utf-8"
     path = path if signals.is_leader() else Path(os.devnull)
@@ -72,10 +72,10 @@ def atomic_directory(directory: Path, last_file: str = "config.json") -> Iterato
     one writes; what others write there with `atomic_file` is discarded.
 
     Args:
-      last_file: the file that marks a directory as complete; it is moved after all others.
+        last_file: the file that marks a directory as complete; it is moved after all others.
 
     Raises:
-      CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written.
     """
     if not signals.is_leader():
         yield directory
@@ -114,7 +114,7 @@ def check_vacant(directory: Path, last_file: str, what: str) -> None:
     one checks and all raise.
 
     Raises:
-      CheckpointError: the directory already holds `what`, is a file, or is not writable.
+        CheckpointError: the directory already holds `what`, is a file, or is not writable.
     """
     if complaint := multihost.broadcast_from_zero(
         lambda: _find_obstacle(directory, last_file, what)
@@ -138,7 +138,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write an indented JSON object atomically.
 
     Raises:
-      CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written.
     """
     with atomic_file(path, "w") as file:
         file.write(json.dumps(data, indent=2) + "\n")
@@ -157,8 +157,8 @@ def copy_files(files: Iterable[Path], directory: Path) -> None:
     """Copy files into a directory, and those in a folder, but no further, into one of its name.
 
     Raises:
-      CheckpointError: a file is a link that leaves its directory (`path_inside`), or cannot be
-          written.
+        CheckpointError: a file is a link that leaves its directory (`path_inside`), or cannot be
+            written.
     """
     for path in files:
         if path.is_dir():
@@ -175,8 +175,8 @@ def lock_file(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if missing, while the block runs.
 
     Raises:
-      CheckpointError: another process holds the lock, or it is not a regular file or cannot be
-        opened.
+        CheckpointError: another process holds the lock, or it is not a regular file or cannot be
+            opened.
     """
     with _convert_os_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)

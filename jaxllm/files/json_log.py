@@ -27,7 +27,7 @@ class JsonLog:
         """Open or create the log.
 
         Args:
-          facts: what the records depend on, by name.
+            facts: what the records depend on, by name.
 
         Raises CheckpointError for a file that is not a log, for a log with other facts, which it
         names, for one of a newer version, and if the file cannot be read or written.

@@ -27,10 +27,11 @@ def read_json_lines(
     Holds one line of at most `MAX_JSON_BYTES` bytes in memory.
 
     Args:
-      error: the error to raise for a line that is not JSON.
-      max_bytes: the maximum file size in bytes; None for no limit.
+        error: the error to raise for a line that is not JSON.
+        max_bytes: the maximum file size in bytes; None for no limit.
 
-    Raises CheckpointError if the file cannot be read.
+    Raises:
+        CheckpointError: If the file cannot be read.
     """
     if max_bytes is not None and (size := regular_size(path)) > max_bytes:
         raise CheckpointError(

@@ -31,7 +31,7 @@ def regular_size(path: Path) -> int:
     """Return the size of a regular file in bytes.
 
     Raises:
-      CheckpointError: it is not a regular file (opening a FIFO would hang), or cannot be read.
+        CheckpointError: it is not a regular file (opening a FIFO would hang), or cannot be read.
     """
     try:
         found = path.stat()
@@ -72,8 +72,8 @@ def path_inside(directory: Path, name: str) -> Path:
     """Return the path of a file in a directory, for untrusted names and directories.
 
     Raises:
-      CheckpointError: the name is not plain, the file is missing or not regular, or it is a link
-        that leaves the directory, so that a file elsewhere would be read, copied or shown.
+        CheckpointError: the name is not plain, the file is missing or not regular, or it is a link
+            that leaves the directory, so that a file elsewhere would be read, copied or shown.
     """
     if name != os.path.basename(name) or name in ("", ".", "..") or {"\\", "\0"} & {*name}:
         raise CheckpointError(f"{directory}: {name!r:.80} is not a plain file name")
@@ -97,7 +97,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file of at most `max_bytes` bytes.
 
     Raises:
-      CheckpointError: as `regular_size`, or the file is too large.
+        CheckpointError: as `regular_size`, or the file is too large.
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
@@ -114,7 +114,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a UTF-8 file of at most `max_bytes` bytes.
 
     Raises:
-      CheckpointError: as `read_bytes`, or the bytes are not UTF-8.
+        CheckpointError: as `read_bytes`, or the bytes are not UTF-8.
     """
     try:
         return read_bytes(path, max_bytes).decode("utf-8-sig")
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of at most `MAX_JSON_BYTES` bytes.
 
     Raises:
-      CheckpointError: as `read_text` and `parse_json`, or it is not an object.
+        CheckpointError: as `read_text` and `parse_json`, or it is not an object.
     """
     content = parse_json(read_text(path, MAX_JSON_BYTES), str(path))
     if not isinstance(content, dict):
@@ -138,7 +138,7 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
     """Parse JSON strictly: finite numbers, unique names, encodable strings.
 
     Args:
-      where: what the text is, for messages.
+        where: what the text is, for messages.
 
     Raises `error` if the text is not such JSON, is nested deeper than `MAX_DEPTH`, or has an
     integer of more than `MAX_DIGITS` digits.

@@ -26,9 +26,10 @@ def compile_pattern(regex: str, what: str = "the pattern") -> Any:
     """Compile a pattern with RE2; the result has `fullmatch`, `search` and so on, like `re`.
 
     Args:
-      what: where the pattern comes from, for messages.
+        what: where the pattern comes from, for messages.
 
-    Raises ConfigError if the pattern is not a string, is too long, or is not valid in RE2.
+    Raises:
+        ConfigError: If the pattern is not a string, is too long, or is not valid in RE2.
     """
     _check_length(regex, what)
     return _compile_re2(regex, what)

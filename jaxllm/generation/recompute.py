@@ -28,8 +28,9 @@ def recompute(
     Positions in the range without a token are skipped, and gaps stay; call `close_gaps` first for a
     contiguous text.
 
-    Raises TokenError for an empty range, CacheMismatchError for a cache with a memory, and what
-    `forward` raises.
+    Raises:
+        TokenError: For an empty range.
+        CacheMismatchError: For a cache with a memory, and what `forward` raises.
     """
     check_model(model, params)
     check_usable(cache)

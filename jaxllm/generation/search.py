@@ -98,8 +98,9 @@ def best_of(
         cache: One row that the prompt continues; it stays valid.
         Others as for `generate`.
 
-    Raises SamplingError for a score that is not a number, ConfigError for a model with a score
-    head, and what `generate` and `fork` raise.
+    Raises:
+        SamplingError: For a score that is not a number.
+        ConfigError: For a model with a score head, and what `generate` and `fork` raise.
     """
     check_predicts_tokens(model.config)
     token_T = as_token_array("prompt", prompt)

@@ -56,7 +56,8 @@ class Grammar:
     def regex(cls, pattern: str) -> Self:
         """Texts that `re.fullmatch(pattern, text)` accepts.
 
-        Raises GrammarError for a pattern that is invalid or not regular.
+        Raises:
+            GrammarError: For a pattern that is invalid or not regular.
         """
         made = cls("regex", pattern)
         _ = made._byte_automaton
@@ -82,8 +83,9 @@ class Grammar:
             schema: A mapping, its JSON text, or a pydantic model.
             whitespace: A regex for the whitespace between tokens of JSON, "" for none.
 
-        Raises GrammarError for invalid JSON. What is not supported is refused when the grammar is
-        compiled for a tokenizer.
+        Raises:
+            GrammarError: For invalid JSON. What is not supported is refused when the grammar is
+                compiled for a tokenizer.
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -110,7 +112,8 @@ class Grammar:
     def gbnf(cls, grammar: str, *, spelling: context_free.Spelling = "canonical") -> Self:
         """Texts of a grammar in llama.cpp's form; `root` is its first rule.
 
-        Raises GrammarError for one that is invalid, with the line or the rule.
+        Raises:
+            GrammarError: For one that is invalid, with the line or the rule.
         """
         gbnf_to_lark(_check_text("gbnf", grammar))
         return cls("gbnf", grammar, spelling=spelling)
@@ -118,7 +121,8 @@ class Grammar:
     def compile(self, vocabulary: Vocabulary) -> CompiledGrammar:
         """Return the grammar over a vocabulary's tokens; equal ones are compiled once.
 
-        Raises GrammarError for what is not supported, and if no tokens spell any text of it.
+        Raises:
+            GrammarError: For what is not supported, and if no tokens spell any text of it.
         """
         return _compile(self, vocabulary)
 
@@ -209,7 +213,8 @@ class Matcher:
     def take(self, token: int) -> "Matcher":
         """Return the matcher after a token.
 
-        Raises GrammarError for a token that is not allowed, with its place.
+        Raises:
+            GrammarError: For a token that is not allowed, with its place.
         """
         state = self._compiled.advance(self._state, int(token))
         if state is None:

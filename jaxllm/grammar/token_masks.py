@@ -91,10 +91,11 @@ def mask_tokens(
     """Return which tokens may follow in each row, bool `[B, V]`, inside a compiled program.
 
     Args:
-      grammar_B: numbers of `register`; 0 allows every token.
-      prompt_B: where the generated text begins. length_B: where it ends.
-      token_BL: the text.
-      size: V.
+        grammar_B: numbers of `register`; 0 allows every token.
+        prompt_B: where the generated text begins.
+        length_B: where it ends.
+        token_BL: the text.
+        size: V.
     """
     words = -(-size // 32)
     out = jax.ShapeDtypeStruct((*prompt_B.shape, words), jnp.uint32)

@@ -221,7 +221,8 @@ def read_lens(path: str | Path, config: ModelConfig) -> Lens:
 def write_lens(path: str | Path, lens: Lens) -> None:
     """Write a lens as safetensors: `weight` `[L, D, D]` and `bias` `[L, D]`, float32.
 
-    Raises CheckpointError if the file exists or cannot be written.
+    Raises:
+        CheckpointError: If the file exists or cannot be written.
     """
     path = as_path(path)
     check_absent(path)

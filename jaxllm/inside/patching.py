@@ -57,7 +57,8 @@ class Patches(NamedTuple):
     def effect(self) -> np.ndarray:
         """The metric on a scale where 0 is the text's and 1 the source's, in the same shape.
 
-        Raises ConfigError if both texts have the same metric.
+        Raises:
+            ConfigError: If both texts have the same metric.
         """
         if self.base == self.source:
             raise ConfigError(

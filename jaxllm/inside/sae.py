@@ -82,7 +82,8 @@ class SparseAutoencoder(struct.PyTreeNode):
             value: One number, or one for each row; for top-k, one number.
             where: `heads`, `positions` and `rows` of the edit.
 
-        Raises ConfigError for a feature that does not exist.
+        Raises:
+            ConfigError: For a feature that does not exist.
         """
         feature = check_int("feature", feature, 0, len(self.encoder_bias_F) - 1, ConfigError)
         decoder_D = self.decoder_FD[feature]
@@ -104,7 +105,8 @@ def _set_feature(sae: SparseAutoencoder, feature: int, value: jax.Array, x: jax.
 def load_autoencoder(directory: str | Path) -> SparseAutoencoder:
     """Load a directory of SAELens: `sae_weights.safetensors` and `cfg.json`.
 
-    Raises CheckpointError for files that are missing, malformed, or of another kind of autoencoder.
+    Raises:
+        CheckpointError: For files that are missing, malformed, or of another kind of autoencoder.
     """
     home = as_path(directory)
     config, tensors = read_json(path_inside(home, CONFIG)), path_inside(home, WEIGHTS)
@@ -134,7 +136,8 @@ def load_autoencoder(directory: str | Path) -> SparseAutoencoder:
 def save_autoencoder(sae: SparseAutoencoder, directory: str | Path) -> None:
     """Write the form that `load_autoencoder` and SAELens read.
 
-    Raises CheckpointError if it cannot be written.
+    Raises:
+        CheckpointError: If it cannot be written.
     """
     D, F = sae.encoder_DF.shape
     arrays = {
@@ -187,7 +190,8 @@ def train_autoencoder(
         site: The site's name, to be kept in the file.
         show_progress: None shows a progress bar on a terminal or in a notebook.
 
-    Raises ConfigError for values that cannot be trained on.
+    Raises:
+        ConfigError: For values that cannot be trained on.
     """
     x_ND = np.asarray(x_ND, np.float32)
     if x_ND.ndim != 2 or not x_ND.size or not np.isfinite(x_ND).all():

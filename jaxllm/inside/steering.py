@@ -119,7 +119,8 @@ def combine_directions(
 ) -> Directions:
     """Return the sum of several vectors, each times its strength, as llama.cpp adds its files.
 
-    Raises ConfigError for vectors of several widths and for strengths that are not finite numbers.
+    Raises:
+        ConfigError: For vectors of several widths and for strengths that are not finite numbers.
     """
     total: Directions = {}
     for directions, scale in parts:

@@ -78,7 +78,8 @@ def get_family(model_type: str) -> Family:
 def build(config: ModelConfig, precision: Precision | None = None) -> Model:
     """Return the architecture's module: stateless, hashable, a valid static argument of `jax.jit`.
 
-    precision: default float32 everywhere.
+    Args:
+        precision: default float32 everywhere.
     """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"config must be a ModelConfig (lm.config), got {config!r:.60}")

@@ -43,7 +43,8 @@ class Edit(struct.PyTreeNode, kw_only=True):
     def apply(self, x: jax.Array, axes: str, position_BT: jax.Array) -> jax.Array:
         """Return the array of a site after the edit, which fits it.
 
-        position_BT: Of the site's tokens, -1 for padding.
+        Args:
+            position_BT: Of the site's tokens, -1 for padding.
         """
         y = self.change(x.astype(jnp.float32)).astype(x.dtype)
         masks = []
@@ -63,7 +64,8 @@ class Edit(struct.PyTreeNode, kw_only=True):
     def fit(self, axes: str, shape: tuple[int, ...]) -> Self:
         """Return the edit of a site with these axes, its arrays in the site's rank.
 
-        Raises ConfigError for values of other shapes.
+        Raises:
+            ConfigError: For values of other shapes.
         """
         B, fields = shape[0], dict[str, Any]()
         for name in (*self._values, *self._vectors):
@@ -129,8 +131,9 @@ class Scale(Edit):
 class Project(Edit):
     """x without `scale` times its component along a direction, which need not have length 1.
 
-    direction: `[D]`, or broadcasts with x. scale: one number, or one for each row; 1 removes the
-    component, 2 mirrors it.
+    Attributes:
+        direction: `[D]`, or broadcasts with x.
+        scale: one number, or one for each row; 1 removes the component, 2 mirrors it.
     """
 
     direction: Any
@@ -176,8 +179,9 @@ class Clamp(Edit):
 class Apply(Edit):
     """`function(x)`, for any JAX function that returns an array of x's shape.
 
-    function: A plain function is static: each new one compiles. `jax.tree_util.Partial(f, ...)` has
-    traced arguments.
+    Attributes:
+        function: A plain function is static: each new one compiles. `jax.tree_util.Partial(f, ...)`
+            has traced arguments.
     """
 
     function: Any

@@ -13,7 +13,8 @@ from jaxllm.models.decoder import DecoderConfig, decoder_family
 class LlamaConfig(DecoderConfig):
     """Llama-like models: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    attention: long-context attention (`LongAttention`), which no published checkpoint has.
+    Attributes:
+        attention: long-context attention (`LongAttention`), which no published checkpoint has.
     """
 
     model_type: ClassVar[str] = "llama"

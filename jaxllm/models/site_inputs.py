@@ -226,7 +226,10 @@ def assign_edits(model: Model, cache: KVCache, edits: Any = None) -> KVCache:
     """Return the cache declared to be of these edits; None: of none.
 
     For a cache whose edited tokens were culled, or one whose keys do not depend on the edits that
-    follow. No key changes. Raises ConfigError as `forward` does.
+    follow. No key changes.
+
+    Raises:
+        ConfigError: As `forward` does.
     """
     check_usable(cache)
     checked = check_edits(model, edits, cache.batch, 1, None)

@@ -23,7 +23,8 @@ def rope_angles(
     """Return the cosines and sines for `rotate`, each float32 `[B, T, F]`, F = width // 2.
 
     Args:
-        position_BT: int32; empty slots (-1) get finite angles. length_B: Length of the whole text
+        position_BT: int32; empty slots (-1) get finite angles.
+        length_B: Length of the whole text
         of each row; only `dynamic_inputs` and `longrope` depend on it.
     """
     width, magnitude = rope.rotary_dim(head_dim), 1.0

@@ -26,10 +26,10 @@ class Collective:
     """A collective that a program contains `count` times.
 
     Attributes:
-      axis: the outermost mesh axis that it runs over.
-      over: number of devices.
-      bytes: size of its result on each device.
-      times: number of times that a loop runs it.
+        axis: the outermost mesh axis that it runs over.
+        over: number of devices.
+        bytes: size of its result on each device.
+        times: number of times that a loop runs it.
     """
 
     what: str
@@ -63,10 +63,10 @@ class Step:
     """The sizes of a step on a mesh.
 
     Attributes:
-      batch: rows over all devices.
-      tokens: new tokens per row; with context parallelism they count as divisible by `sequence`.
-      slots: of the cache.
-      groups: microbatches of a pipeline.
+        batch: rows over all devices.
+        tokens: new tokens per row; with context parallelism they count as divisible by `sequence`.
+        slots: of the cache.
+        groups: microbatches of a pipeline.
     """
 
     config: ModelConfig

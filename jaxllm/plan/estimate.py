@@ -33,10 +33,10 @@ class PlanQuery:
     """A planning query: a checkpoint in the formats of `precision`, on devices of one kind.
 
     Attributes:
-      batch: rows over all devices.
-      context: tokens per row.
-      deterministic_sums: deterministic sums, without partial sums over devices.
-      groups: microbatches of a pipeline; None: as many as stages, at most the number of rows.
+        batch: rows over all devices.
+        context: tokens per row.
+        deterministic_sums: deterministic sums, without partial sums over devices.
+        groups: microbatches of a pipeline; None: as many as stages, at most the number of rows.
     """
 
     checkpoint: Checkpoint
@@ -90,11 +90,11 @@ class Plan:
     """The estimates for the most loaded device, in bytes and seconds.
 
     Attributes:
-      decode, prefill: collectives of a decoding step, and of a prompt chunk.
-      read_time, compute_time, traffic_time: the parts of a decoding step.
-      prompt_time: of a whole prompt of `context` tokens.
-      max_batch: largest number of rows at the given context.
-      max_context: largest context in tokens at the given batch.
+        decode, prefill: collectives of a decoding step, and of a prompt chunk.
+        read_time, compute_time, traffic_time: the parts of a decoding step.
+        prompt_time: of a whole prompt of `context` tokens.
+        max_batch: largest number of rows at the given context.
+        max_context: largest context in tokens at the given batch.
     """
 
     query: PlanQuery

@@ -19,13 +19,13 @@ class Hardware:
     """A kind of device, and its links.
 
     Attributes:
-      flops: bfloat16 matmul flops per second.
-      memory: bytes per device.
-      bandwidth: of the memory, bytes per second.
-      link: bytes per second that a device sends within its node, in one direction.
-      node: number of devices in a node.
-      across: bytes per second that a device sends to other nodes.
-      latency: minimum seconds of a collective.
+        flops: bfloat16 matmul flops per second.
+        memory: bytes per device.
+        bandwidth: of the memory, bytes per second.
+        link: bytes per second that a device sends within its node, in one direction.
+        node: number of devices in a node.
+        across: bytes per second that a device sends to other nodes.
+        latency: minimum seconds of a collective.
     """
 
     flops: float

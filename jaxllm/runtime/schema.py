@@ -77,8 +77,8 @@ def describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "
     """Translate msgspec's message for the author of the file: "rope.factor must be ..., got 0".
 
     Args:
-      value: the value that was checked.
-      name: its name, which precedes the path within it.
+        value: the value that was checked.
+        name: its name, which precedes the path within it.
     """
     message, _, within = str(problem).partition(" - at ")
     is_key, _, path = within.strip("`").rpartition("` in `")

@@ -36,7 +36,7 @@ def read_byte_level(directory: Path, *, add_prefix_space: bool) -> dict[str, Any
     """Read `vocab.json` and `merges.txt` from a directory as a `tokenizer.json` tree.
 
     Raises:
-      CheckpointError: a file is malformed, or the vocabulary lacks a byte (text would be lost).
+        CheckpointError: a file is malformed, or the vocabulary lacks a byte (text would be lost).
     """
     vocab, path = (
         read_json(path_inside(directory, "vocab.json")),

@@ -35,7 +35,7 @@ class ChatTemplate:
       65,536 characters of source.
 
     Raises:
-      TemplateError: the source is not a valid template.
+        TemplateError: the source is not a valid template.
     """
 
     source: str
@@ -57,8 +57,8 @@ class ChatTemplate:
         "tool_use" is added.
 
         Raises:
-          TemplateError: there is no template of that name, or it is malformed.
-          CheckpointError: a file is malformed.
+            TemplateError: there is no template of that name, or it is malformed.
+            CheckpointError: a file is malformed.
         """
         directory = Path(path)
         tokens = tuple(read_special_tokens(directory).items())
@@ -89,15 +89,15 @@ class ChatTemplate:
         without `bos=True`.
 
         Args:
-          messages: each has a `role` and a `content` (a string or a list of parts, optional with
-            `tool_calls`). `reasoning_content` may also be called `thinking` or `reasoning`, as in
-            transformers; the template gets it under the first two names.
-          variables: plain JSON-like data (`tools`, `documents`, ...); it can override the special
-            tokens.
+            messages: each has a `role` and a `content` (a string or a list of parts, optional with
+                `tool_calls`). `reasoning_content` may also be called `thinking` or `reasoning`, as
+                in transformers; the template gets it under the first two names.
+            variables: plain JSON-like data (`tools`, `documents`, ...); it can override the special
+                tokens.
 
         Raises:
-          TemplateError: invalid messages or variables; or the template raised an error, failed, or
-            exceeded a limit.
+            TemplateError: invalid messages or variables; or the template raised an error, failed,
+                or exceeded a limit.
         """
         _check_messages(messages)
         given = {
@@ -139,7 +139,7 @@ def read_templates(directory: Path) -> dict[str, str]:
     `chat_template` in `tokenizer_config.json`, a template or a list of `{"name", "template"}`.
 
     Raises:
-      TemplateError, CheckpointError: a file is malformed.
+        TemplateError, CheckpointError: a file is malformed.
     """
     usual, folder = directory / "chat_template.jinja", directory / ADDITIONAL_TEMPLATES
     files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}

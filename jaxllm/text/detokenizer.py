@@ -44,7 +44,7 @@ class Detokenizer:
         """Return the text that this token completes, or "" while a character is incomplete.
 
         Raises:
-          TokenError: the id is not a whole number from 0 up; the state is unchanged.
+            TokenError: the id is not a whole number from 0 up; the state is unchanged.
         """
         if not self._has_text(token_id):
             return ""

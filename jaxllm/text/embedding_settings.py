@@ -73,7 +73,7 @@ def read_embedding_settings(directory: Path) -> EmbeddingSettings:
     """Read the settings of a checkpoint directory; without files, the defaults.
 
     Raises:
-      CheckpointError: a file is malformed, or asks for a step or a pooling that jaxllm lacks.
+        CheckpointError: a file is malformed, or asks for a step or a pooling that jaxllm lacks.
     """
     found: dict[str, Any] = {}
     if path_exists(directory / MODULES):

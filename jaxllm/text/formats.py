@@ -91,7 +91,7 @@ def read_tree(directory: Path) -> TokenizerTree:
     """Read the tokenizer in a directory.
 
     Raises:
-      CheckpointError: there is none, or one of its files is malformed or contradicts another.
+        CheckpointError: there is none, or one of its files is malformed or contradicts another.
     """
     form = find_tokenizer_format(directory)
     if form is None:
@@ -151,7 +151,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     """Read `{"bos_token": "<s>", ...}` from the configuration files in a directory.
 
     Raises:
-      CheckpointError: a file is malformed.
+        CheckpointError: a file is malformed.
     """
     config = _read_config(directory)
     names = ((f"{role}_token", token_text(config.get(f"{role}_token"))) for role in ROLES)
@@ -272,7 +272,7 @@ def write_tokenizer(
     transformers can read them, and then prepends the begin-of-text token if `adds_bos` is set.
 
     Raises:
-      CheckpointError: one cannot be written.
+        CheckpointError: one cannot be written.
     """
     bos = source.roles.get("bos")
     tree = {**source.with_merges(), "truncation": None, "padding": None}

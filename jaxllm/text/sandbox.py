@@ -101,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Return the template's output.
 
         Raises:
-          TemplateError: the budget is exceeded. Other errors of the template are not converted.
+            TemplateError: the budget is exceeded. Other errors of the template are not converted.
         """
         pieces, length = [], 0
         for piece in self.from_string(source).generate(variables):

@@ -27,7 +27,7 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str], list
     Pieces that no merge makes have the score NaN.
 
     Raises:
-      CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
+        CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from sentencepiece import sentencepiece_model_pb2
@@ -74,10 +74,10 @@ def build_tree(
     """Return the `tokenizer.json` tree of pieces, without merges (`derive_merges`).
 
     Args:
-      added_tokens: those of control and user-defined pieces and of the unknown piece.
-      unknown: the unknown piece.
-      dummy_prefix: whether a space is prepended to a text.
-      strip_spaces: whether leading, trailing and repeated spaces are removed.
+        added_tokens: those of control and user-defined pieces and of the unknown piece.
+        unknown: the unknown piece.
+        dummy_prefix: whether a space is prepended to a text.
+        strip_spaces: whether leading, trailing and repeated spaces are removed.
     """
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

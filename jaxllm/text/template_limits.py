@@ -30,10 +30,10 @@ class Budget:
     """The limits of one rendering and their use so far. Every method may raise TemplateError.
 
     Args:
-      max_output: maximum characters in any one value; the total may be `TOTAL_PER_OUTPUT` times
-        that.
-      max_seconds: maximum CPU time of this thread since construction, so that the load of the
-        machine does not matter.
+        max_output: maximum characters in any one value; the total may be `TOTAL_PER_OUTPUT` times
+            that.
+        max_seconds: maximum CPU time of this thread since construction, so that the load of the
+            machine does not matter.
     """
 
     def __init__(self, *, max_output: int, max_seconds: float) -> None:
@@ -75,7 +75,7 @@ class Budget:
         """Return the number of characters and items in a value; shared parts count every time.
 
         Args:
-          printable_only: raise for anything but data: the text of a function reveals its address.
+            printable_only: raise for anything but data: the text of a function reveals its address.
         """
         if isinstance(value, str):
             return len(value)

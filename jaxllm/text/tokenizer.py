@@ -79,7 +79,7 @@ class Tokenizer:
         `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
 
         Raises:
-          CheckpointError: none of these exists, or a file is malformed or contradicts another.
+            CheckpointError: none of these exists, or a file is malformed or contradicts another.
         """
         directory = Path(path)
         return cls.from_tree(directory, read_tree(directory))
@@ -89,7 +89,7 @@ class Tokenizer:
         """Return the tokenizer of a tree; `directory` gives its name, also for messages.
 
         Raises:
-          CheckpointError: the tree is malformed.
+            CheckpointError: the tree is malformed.
         """
         tree = source.tree | {"post_processor": None}
         special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
@@ -128,8 +128,8 @@ class Tokenizer:
         for the output of chat templates, not for user input.
 
         Raises:
-          TokenError: the text is not a string of Unicode scalar values, or the tokenizer lacks the
-            requested bos or eos token.
+            TokenError: the text is not a string of Unicode scalar values, or the tokenizer lacks
+                the requested bos or eos token.
         """
         if not isinstance(text, str):
             raise TokenError(f"text to encode must be a string: got {type(text).__name__}")
@@ -164,7 +164,7 @@ class Tokenizer:
         Bytes that are not UTF-8 become U+FFFD. An id without a token has no text.
 
         Raises:
-          TokenError: an id is not a whole number from 0 up.
+            TokenError: an id is not a whole number from 0 up.
         """
         checked = [int(index) for index in ids if index in self]
         skipped = self.special_ids if skip_special else frozenset[int]()
@@ -186,7 +186,9 @@ class Tokenizer:
         """Return the raw bytes of a token, or None if it represents text.
 
         All tokens of a byte-level vocabulary are bytes; in others only byte-fallback tokens are.
-        Raises TokenError as `decode` does.
+
+        Raises:
+            TokenError: As `decode` does.
         """
         token = self.token(index)
         if self._byte_tokens == "every token":

@@ -53,9 +53,9 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
     """Return the settings that a run depends on, by name, as text.
 
     Args:
-      setup: its model is taken without its mesh, since a state can be resumed on any mesh.
-      plan: a `TrainPlan`. Like the optimizer it is compared field by field.
-      extra: other settings by name, such as the digests of the data.
+        setup: its model is taken without its mesh, since a state can be resumed on any mesh.
+        plan: a `TrainPlan`. Like the optimizer it is compared field by field.
+        extra: other settings by name, such as the digests of the data.
     """
     named = {
         "model": unshard_model(setup.model),
@@ -78,8 +78,8 @@ def open_store(
     """Return the store of a run's states. Reads all weights once.
 
     Args:
-      params, extra_inputs: the parameters at the start, and the arrays of the objective.
-      settings: as `collect_settings` returns them; the digest is without those in `CHANGEABLE`.
+        params, extra_inputs: the parameters at the start, and the arrays of the objective.
+        settings: as `collect_settings` returns them; the digest is without those in `CHANGEABLE`.
     """
     fixed = [f"{name}={value}" for name, value in settings.items() if name not in CHANGEABLE]
     parts = [fingerprint(params), fingerprint({"given": extra_inputs}), *fixed]
@@ -104,9 +104,9 @@ class StateLayout:
     A saved state has the latter, so it can be resumed on another mesh or on none.
 
     Attributes:
-      names: for each trained path, the single-device paths that it holds
-          (`Model.unsharded_paths`).
-      uneven_shards: for paths with uneven shards, `ShardList` with a `Placeholder`.
+        names: for each trained path, the single-device paths that it holds
+            (`Model.unsharded_paths`).
+        uneven_shards: for paths with uneven shards, `ShardList` with a `Placeholder`.
     """
 
     names: dict[str, tuple[str | None, ...]]
@@ -205,8 +205,8 @@ class StateStore:
     """The saved states of a run; nothing is saved if `store` has no directory.
 
     Attributes:
-      layout: of the trained arrays.
-      settings: as `collect_settings` returns them.
+        layout: of the trained arrays.
+        settings: as `collect_settings` returns them.
     """
 
     store: TensorStore

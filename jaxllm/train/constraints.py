@@ -39,11 +39,11 @@ class PruneGradually:
     of each M neighbors.
 
     Attributes:
-      paths: of the matrices.
-      sparsity: at the end, a share of each matrix, or N:M of each M neighbors in a row.
-      begin, end: steps of the first and of the last pruning, counted from 0.
-      every: steps from one pruning to the next.
-      initial_fraction: share that the first pruning removes.
+        paths: of the matrices.
+        sparsity: at the end, a share of each matrix, or N:M of each M neighbors in a row.
+        begin, end: steps of the first and of the last pruning, counted from 0.
+        every: steps from one pruning to the next.
+        initial_fraction: share that the first pruning removes.
 
     Raises ConfigError for invalid steps, and for a first share that is not below the last.
     """

@@ -50,8 +50,9 @@ PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # train the prompt, freeze the m
 def run_prefix(model: Model, params: Params, tokens: Sequence[int]) -> steps.Segments:
     """Run a prefix once and return its segments, for `PrefixLoss`.
 
-    Raises TokenError for an empty prefix and for ids outside the vocabulary, CacheMismatchError for
-    models with a compressive memory.
+    Raises:
+        TokenError: For an empty prefix and for ids outside the vocabulary.
+        CacheMismatchError: For models with a compressive memory.
     """
     token_1P = _check_prefix_ids(model, tokens)
     cache = init_cache(model, 1, token_1P.shape[1])
@@ -157,9 +158,11 @@ def prompt_cache(
     that starts with them. They are marked as patched, since their keys and values differ.
 
     Args:
-      prefix: the cache that the prompt was trained after; it is not modified.
+        prefix: the cache that the prompt was trained after; it is not modified.
 
-    Raises ConfigError if the parameters have no prompt, CapacityError if it does not fit.
+    Raises:
+        ConfigError: If the parameters have no prompt.
+        CapacityError: If it does not fit.
     """
     if PROMPT_KEY not in params:
         raise ConfigError("these parameters have no trained prompt")
@@ -219,7 +222,8 @@ def with_prefix(job: TrainJob, prefix: Sequence[int]) -> TrainJob:
     Use the result with that cache: make the cache with the original model, without an adapter, and
     generate from it with the trained one.
 
-    Raises ConfigError for losses other than `NextToken`, and what `run_prefix` raises.
+    Raises:
+        ConfigError: For losses other than `NextToken`, and what `run_prefix` raises.
     """
     if not isinstance(job.objective, NextToken):
         raise ConfigError(f"a prefix needs the next-token loss, got {job.objective!r:.60}")
@@ -236,10 +240,11 @@ def prompt_tuning(
     The result is a cache file.
 
     Args:
-      kind: a name in `PROMPT_KINDS`.
-      prefix: a committed cache of one row that the prompt comes after.
+        kind: a name in `PROMPT_KINDS`.
+        prefix: a committed cache of one row that the prompt comes after.
 
-    Raises ConfigError for another kind, and what `with_soft_prompt` and `to_segments` raise.
+    Raises:
+        ConfigError: For another kind, and what `with_soft_prompt` and `to_segments` raise.
     """
     if kind not in PROMPT_KINDS:
         raise ConfigError(

@@ -52,9 +52,9 @@ def with_memory(
     """Return the model with a compressive memory in every layer; formats and tokenizer stay.
 
     Args:
-      segment_length: tokens per segment, within which attention is exact.
-      update: see `ops.compressive`.
-      gate: initial beta of every head.
+        segment_length: tokens per segment, within which attention is exact.
+        update: see `ops.compressive`.
+        gate: initial beta of every head.
 
     Raises ConfigError for another family, a sliding window, segments longer than the context, and
     a model that already has a kind of long attention.

@@ -44,14 +44,14 @@ class TrainJob:
     """A training job.
 
     Attributes:
-      lm, params: the model, and its parameters at the start.
-      compute_params: the parameters in the compute dtype, if it differs; master weights are float32
-        anyway.
-      rules: which parameters are trained.
-      extra_inputs: further arrays for the objective.
-      finish: writes the result into a directory.
-      data, eval_data: replace those of `run_job`, if a teacher's outputs were added to them.
-      metric: a further metric of the objective that shows progress better than its loss.
+        lm, params: the model, and its parameters at the start.
+        compute_params: the parameters in the compute dtype, if it differs; master weights are
+            float32 anyway.
+        rules: which parameters are trained.
+        extra_inputs: further arrays for the objective.
+        finish: writes the result into a directory.
+        data, eval_data: replace those of `run_job`, if a teacher's outputs were added to them.
+        metric: a further metric of the objective that shows progress better than its loss.
     """
 
     lm: LM
@@ -83,8 +83,8 @@ def full_finetune(
     """Train all weights, or those that `rules` select.
 
     Args:
-      lm: in float32, since the master weights start as its parameters.
-      dtype: of computation and of the result; sparse and low-rank weights keep their format.
+        lm: in float32, since the master weights start as its parameters.
+        dtype: of computation and of the result; sparse and low-rank weights keep their format.
     """
     dtype = check_dtype("dtype", dtype)
     precision = dataclasses.replace(lm.model.precision, quantize=None).with_dtype(dtype)
@@ -111,11 +111,12 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     """Train an adapter; the weights, in any format, are frozen. The result is a PEFT directory.
 
     Args:
-      seed: of the initialization.
-      start: an adapter of this configuration to continue from.
+        seed: of the initialization.
+        start: an adapter of this configuration to continue from.
 
-    Raises ConfigError for target modules that the model does not have, and for a `start` with other
-    modules, ranks or scales.
+    Raises:
+        ConfigError: For target modules that the model does not have, and for a `start` with other
+            modules, ranks or scales.
     """
     key = jax.random.key(check_seed(seed))
     if start is None:
@@ -156,9 +157,9 @@ def run_job(
     """Run a job. Raises what `loop.train` raises.
 
     Args:
-      remat: recompute the inside of each block in the backward pass (gradient checkpointing).
-      options: the other arguments of `loop.train`. If there is a `directory`, the caller removes
-        the state in it (`delete_state`) after writing the result.
+        remat: recompute the inside of each block in the backward pass (gradient checkpointing).
+        options: the other arguments of `loop.train`. If there is a `directory`, the caller removes
+            the state in it (`delete_state`) after writing the result.
     """
     model = with_sharded_rows(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)

@@ -51,12 +51,12 @@ class StepRecord(NamedTuple):
     """The metrics of a step.
 
     Attributes:
-      step: number of the step, from 1.
-      loss: per token, in nats if it is a likelihood.
-      weight: divisor of the loss, usually the number of labels.
-      norm: global norm of the gradient.
-      held_out: validation loss after the step, if it was evaluated.
-      also: the objective's further metrics.
+        step: number of the step, from 1.
+        loss: per token, in nats if it is a likelihood.
+        weight: divisor of the loss, usually the number of labels.
+        norm: global norm of the gradient.
+        held_out: validation loss after the step, if it was evaluated.
+        also: the objective's further metrics.
     """
 
     step: int
@@ -71,8 +71,8 @@ class TrainResult(NamedTuple):
     """The result of a run.
 
     Attributes:
-      params: after step `best` if the plan has patience, else after the last step.
-      initial_loss: validation loss before the first step.
+        params: after step `best` if the plan has patience, else after the last step.
+        initial_loss: validation loss before the first step.
     """
 
     params: Params
@@ -102,23 +102,24 @@ def train(
     """Train parameters on data; the given arrays are not modified.
 
     Args:
-      rules, compute_params: as in `partition.partition`.
-      extra_inputs: further arrays for the objective.
-      eval_data: validation data.
-      prepare: a pure function that changes rows on the host before a step (on-policy samples, say).
-      directory: where the state is saved; default: nowhere. A run resumes from a state in it; the
-        settings in `checkpointing.CHANGEABLE` may differ.
-      report: called after each evaluation and each save, and at the end, also after a loss that is
-        not finite.
-      checkpoint: called with the parameters and the step every `plan.save_steps` steps.
-      sample: returns a text generated with the parameters, logged after each evaluation.
-      log: takes a line to log.
+        rules, compute_params: as in `partition.partition`.
+        extra_inputs: further arrays for the objective.
+        eval_data: validation data.
+        prepare: a pure function that changes rows on the host before a step (on-policy samples,
+            say).
+        directory: where the state is saved; default: nowhere. A run resumes from a state in it; the
+            settings in `checkpointing.CHANGEABLE` may differ.
+        report: called after each evaluation and each save, and at the end, also after a loss that
+            is not finite.
+        checkpoint: called with the parameters and the step every `plan.save_steps` steps.
+        sample: returns a text generated with the parameters, logged after each evaluation.
+        log: takes a line to log.
 
     Raises:
-      ConfigError: if there is nothing to train or no data.
-      CheckpointError: if the state cannot be saved.
-      NonFiniteError: as soon as a loss or gradient is not finite. The last saved state stays if a
-        step from it was finite, so the run can be resumed with another learning rate.
+        ConfigError: if there is nothing to train or no data.
+        CheckpointError: if the state cannot be saved.
+        NonFiniteError: as soon as a loss or gradient is not finite. The last saved state stays if a
+            step from it was finite, so the run can be resumed with another learning rate.
     """
     if not data.tokens:
         raise ConfigError("the data has no labels to learn: all of them are ignored")

@@ -30,9 +30,9 @@ def router_loss(
     """Return the auxiliary loss, a float32 scalar: of all layers pooled, or the mean over layers.
 
     Args:
-      scores: router logits `[B, T, E]` of each layer with experts.
-      real_BT: mask of the tokens that are not padding; only these count.
-      count: experts per token.
+        scores: router logits `[B, T, E]` of each layer with experts.
+        real_BT: mask of the tokens that are not padding; only these count.
+        count: experts per token.
     """
     used, mean = zip(*(_expert_fractions(x_BTE, real_BT, count) for x_BTE in scores), strict=True)
     used_LE, mean_LE = jnp.stack(used), jnp.stack(mean)

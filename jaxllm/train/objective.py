@@ -64,10 +64,10 @@ def forward(
     Models with a compressive memory need one document a row (`Dataset.check`).
 
     Args:
-      segments: cache segments that all documents attend to.
-      gather_logits: on a mesh, gather the logits of the whole vocabulary on every device. Losses do
-        not need it: they sum over sharded logits.
-      options: other arguments of `steps.forward`.
+        segments: cache segments that all documents attend to.
+        gather_logits: on a mesh, gather the logits of the whole vocabulary on every device. Losses
+            do not need it: they sum over sharded logits.
+        options: other arguments of `steps.forward`.
     """
     if model.config.segment_length is None:
         options["document_BT"] = rows.document_BT

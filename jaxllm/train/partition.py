@@ -73,15 +73,16 @@ def partition(
     `Placeholder` in place of each of them.
 
     Args:
-      rules: rows `(regex, train)` over the paths of `trainable_params`, as in `weights.paths`. The
-        first match decides; parameters without a match are frozen.
-      compute_params: the same parameters in the compute dtype, if it differs from that of `params`.
-      names: on a mesh, maps a path to the paths that the rules match.
+        rules: rows `(regex, train)` over the paths of `trainable_params`, as in `weights.paths`.
+            The first match decides; parameters without a match are frozen.
+        compute_params: the same parameters in the compute dtype, if it differs from that of
+            `params`.
+        names: on a mesh, maps a path to the paths that the rules match.
 
     Raises:
-      ConfigError: if nothing is trained, a rule matches nothing, or a rule selects a weight that
-        cannot be trained; on a mesh, if a rule selects only some of the layers that pipeline stages
-        store as one array.
+        ConfigError: if nothing is trained, a rule matches nothing, or a rule selects a weight that
+            cannot be trained; on a mesh, if a rule selects only some of the layers that pipeline
+            stages store as one array.
     """
     known = trainable_params(params)
     _check_formats(params, known, rules)

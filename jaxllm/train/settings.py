@@ -26,13 +26,13 @@ class TrainPlan:
     """The length of a run, and how often it is evaluated and saved.
 
     Attributes:
-      steps: Number of optimizer steps.
-      gradient_accumulation_steps: Batches per optimizer step.
-      num_iterations: Optimizer steps on the same batches or answers.
-      seed: Random seed.
-      eval_steps: Steps between evaluations and lines of the log; None for one at the end.
-      patience: Evaluations without improvement before early stopping; the best step is written.
-      save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
+        steps: Number of optimizer steps.
+        gradient_accumulation_steps: Batches per optimizer step.
+        num_iterations: Optimizer steps on the same batches or answers.
+        seed: Random seed.
+        eval_steps: Steps between evaluations and lines of the log; None for one at the end.
+        patience: Evaluations without improvement before early stopping; the best step is written.
+        save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
 
     Raises ConfigError for values out of bounds.
     """
@@ -54,20 +54,21 @@ class OptimizerSettings:
     """Settings of AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
 
     Attributes:
-      steps: Steps of the whole run.
-      lr: Peak learning rate; at 0 nothing changes.
-      warmup: Share of steps with learning rate warmup, 0 to 1.
-      schedule: Learning rate after warmup; cosine and linear decay it to a tenth (`floor`).
-      floor: Last learning rate, as a share of the peak.
-      max_grad_norm: Maximum gradient norm; None for no limit.
-      weight_decay: Weight decay of matrices.
-      b1: Decay of the mean gradient.
-      b2: Decay of the mean squared gradient.
-      eps: Term added to the denominator.
-      rates: Rows `(regex, peak)` over trained paths, as in `weights.paths`, for parameters with
-        another peak rate. They follow the same schedule and do not decay.
+        steps: Steps of the whole run.
+        lr: Peak learning rate; at 0 nothing changes.
+        warmup: Share of steps with learning rate warmup, 0 to 1.
+        schedule: Learning rate after warmup; cosine and linear decay it to a tenth (`floor`).
+        floor: Last learning rate, as a share of the peak.
+        max_grad_norm: Maximum gradient norm; None for no limit.
+        weight_decay: Weight decay of matrices.
+        b1: Decay of the mean gradient.
+        b2: Decay of the mean squared gradient.
+        eps: Term added to the denominator.
+        rates: Rows `(regex, peak)` over trained paths, as in `weights.paths`, for parameters with
+            another peak rate. They follow the same schedule and do not decay.
 
-    Raises ConfigError for values out of bounds.
+    Raises:
+        ConfigError: For values out of bounds.
     """
 
     steps: Count
@@ -94,17 +95,17 @@ class Distillation:
     """Options of distillation.
 
     Attributes:
-      beta: Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.
-      temperature: Temperature of teacher and student in the divergence.
-      alpha: Weight of the divergence from the teacher; 1 - alpha is cross-entropy.
-      top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
-      on_policy: Share of steps on texts sampled from the student (GKD).
-      prompt_tokens: Length of an on-policy prompt from a text without one.
-      new_tokens: Maximum number of new tokens of an on-policy text.
-      sample_temperature: Sampling temperature of on-policy texts.
-      hidden: Additional loss on hidden states.
-      hidden_weight: Weight of the loss on hidden states.
-      pairs: Layers of student and teacher to compare [default: evenly spaced].
+        beta: Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.
+        temperature: Temperature of teacher and student in the divergence.
+        alpha: Weight of the divergence from the teacher; 1 - alpha is cross-entropy.
+        top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
+        on_policy: Share of steps on texts sampled from the student (GKD).
+        prompt_tokens: Length of an on-policy prompt from a text without one.
+        new_tokens: Maximum number of new tokens of an on-policy text.
+        sample_temperature: Sampling temperature of on-policy texts.
+        hidden: Additional loss on hidden states.
+        hidden_weight: Weight of the loss on hidden states.
+        pairs: Layers of student and teacher to compare [default: evenly spaced].
 
     Raises ConfigError for values out of bounds, or that exclude each other.
     """
@@ -146,15 +147,15 @@ class Reinforcement:
     """Options of reinforcement learning.
 
     Attributes:
-      loss: Form of the loss.
-      group_size: Answers per prompt, which are compared with each other; of scored answers, those
-        that the file has.
-      max_new_tokens: Maximum number of tokens of an answer.
-      sampling: Options of `generate` that determine the distribution to sample from, by name
-        [default: the model's own, whatever the checkpoint's generation_config.json has].
-      clip_low: Limit of the probability ratio: 1 - X.
-      clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
-      beta: Weight of the divergence from the model before training.
+        loss: Form of the loss.
+        group_size: Answers per prompt, which are compared with each other; of scored answers, those
+            that the file has.
+        max_new_tokens: Maximum number of tokens of an answer.
+        sampling: Options of `generate` that determine the distribution to sample from, by name
+            [default: the model's own, whatever the checkpoint's generation_config.json has].
+        clip_low: Limit of the probability ratio: 1 - X.
+        clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
+        beta: Weight of the divergence from the model before training.
 
     Raises ConfigError for values out of bounds, SamplingError for other options in `sampling`.
     """

@@ -41,10 +41,10 @@ class Metrics(struct.PyTreeNode):
     """The metrics of a step, float32 scalars.
 
     Attributes:
-      weight: divisor of the loss, usually the number of labels.
-      grad_norm: global norm of the gradient before clipping.
-      finite: bool, whether the step was applied.
-      extras: the objective's further metrics.
+        weight: divisor of the loss, usually the number of labels.
+        grad_norm: global norm of the gradient before clipping.
+        finite: bool, whether the step was applied.
+        extras: the objective's further metrics.
     """
 
     loss: jax.Array
@@ -124,8 +124,8 @@ def train_step(
     depend on how tokens are divided among batches.
 
     Args:
-      rows: `[A, B, T]`, A batches whose gradients are accumulated.
-      key: of the run; each step and batch folds in its own number.
+        rows: `[A, B, T]`, A batches whose gradients are accumulated.
+        key: of the run; each step and batch folds in its own number.
     """
     optax = import_optax()
     key = jax.random.fold_in(key, state.step)

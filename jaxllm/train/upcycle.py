@@ -36,7 +36,7 @@ def upcycle_model(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     Formats and tokenizer stay. Needs memory for one more copy of the MLPs per expert.
 
     Args:
-      seed: of the router's weights, which have a standard deviation of 0.02.
+        seed: of the router's weights, which have a standard deviation of 0.02.
 
     Raises ConfigError for another family, for features that the mixture's family lacks, and for
     invalid numbers of experts.

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -31,22 +30,19 @@ def test_snippets_run(
     assert capsys.readouterr().out.strip()
 
 
-def test_commands_run(server: RunningServer, lm: Any) -> None:
+def test_commands_run(server: RunningServer) -> None:
     """The first command is what the fixture runs; the others ask it."""
     first, *others = [command for block in blocks("sh") for command in block.splitlines()]
     assert first == "jaxllm serve demo:llama --port 8000"
-    assert [command.split()[0] for command in others] == ["curl", "jaxllm"]
+    assert [command.split()[0] for command in others] == ["curl"]
     for command in others:
         if command.startswith("curl") and shutil.which("curl") is None:
             continue
-        python = f"{sys.executable} -P -m jaxllm"
-        command = re.sub("^jaxllm", python, command).replace(ADDRESS, server.url)
+        command = command.replace(ADDRESS, server.url)
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120
         )
         assert "there was" in done.stdout
-    whole = lm.generate("Once upon a time", max_new_tokens=40, temperature=0.8, seed=1).text
-    assert done.stdout == whole
 
 
 def test_limits_of_page_are_those_of_code() -> None:

@@ -99,8 +99,11 @@ def divergence(
 ) -> Divergence:
     """Compare a model (Q, the `other`) with a reference (P) on the loader's scored tokens.
 
-    journal, show_progress: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both.
-    Raises ConfigError if the vocabularies differ in size, and what `perplexity` raises.
+    Args:
+        journal, show_progress: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both.
+
+    Raises:
+        ConfigError: If the vocabularies differ in size, and what `perplexity` raises.
     """
     check_model(model, params)
     check_model(other_model, other_params)

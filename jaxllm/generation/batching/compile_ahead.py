@@ -78,6 +78,8 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     prefix cache, if there is one.
     """
     state, rows, number = loop.state, loop.state.cache.batch, np.int32(0)
+    if not state.kinds:  # no usual request is possible
+        return
     bare = state.rows.replace(samplers=())
     filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
     for stacked in state.rows.samplers:

@@ -50,8 +50,12 @@ Acceptance = Literal["text", "distribution"]
 class PromptLookup:
     """Draft the tokens that followed the latest earlier occurrence of the last tokens.
 
-    ngram: maximum number of last tokens to match; shorter matches, down to one token, are used if
-    there is no longer one. Raises SamplingError if below 1.
+    Attributes:
+        ngram: maximum number of last tokens to match; shorter matches, down to one token, are used
+            if there is no longer one.
+
+    Raises:
+        SamplingError: If below 1.
     """
 
     ngram: int = 3

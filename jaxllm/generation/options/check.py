@@ -54,7 +54,9 @@ _TYPES = get_type_hints(GenerateOptions, {**vars(option_table), **_NAMED, **_ALI
 def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
     """Return the options that are not None, validated and normalized.
 
-    kind: the call that they are for. Checks that need the model come later: vocabulary and context.
+    Args:
+        kind: the call that they are for. Checks that need the model come later: vocabulary and
+            context.
 
     Raises SamplingError, with all complaints, for unknown names (with a suggestion), values of the
     wrong type or out of range, and incompatible options.
@@ -67,7 +69,11 @@ def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[s
 def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]:
     """Return the options that are not None, each validated and normalized by itself.
 
-    source: a prefix for messages. Raises SamplingError with all unknown or invalid options.
+    Args:
+        source: a prefix for messages.
+
+    Raises:
+        SamplingError: With all unknown or invalid options.
     """
     checked = {}
     wrong = [f"no option {name}{_suggest(name)}" for name in options if name not in OPTIONS]
@@ -91,8 +97,10 @@ def select_decoder(
 ) -> type[Decoder]:
     """Return the decoder that options select; `defaults` may select it too.
 
-    Raises SamplingError if they select two, for a given option that the decoder does not take, and
-    for two options that exclude each other. Defaults that it does not take are for other decoders.
+    Raises:
+        SamplingError: If they select two, for a given option that the decoder does not take, and
+            for two options that exclude each other. Defaults that it does not take are for other
+            decoders.
     """
     merged = {**defaults, **options}
     selecting = [

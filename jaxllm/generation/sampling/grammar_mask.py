@@ -30,9 +30,11 @@ class AutomatonMask(Processor):
     """Allow the tokens of a `TokenAutomaton`.
 
     Attributes:
-      table_X: the automaton's table, flat and padded: state x classes + class -> next state.
-      class_V: the class of each token. classes: their number. end: the state after the end.
-      state: int32, scalar or one per row, `[B]`.
+        table_X: the automaton's table, flat and padded: state x classes + class -> next state.
+        class_V: the class of each token.
+        classes: their number.
+        end: the state after the end.
+        state: int32, scalar or one per row, `[B]`.
     """
 
     table_X: Any

@@ -46,8 +46,10 @@ ScoreFunction = Callable[[Any, Context], Any]  # (float32 [B, V], the text so fa
 class Processor(struct.PyTreeNode):
     """Base class of the processors in a sampler's chain.
 
-    kind: the class name, as static data. Without it, JAX may treat two dataclasses with equally
-    many fields as one tree structure, and run the compiled program of one on values of the other.
+    Attributes:
+        kind: the class name, as static data. Without it, JAX may treat two dataclasses with equally
+            many fields as one tree structure, and run the compiled program of one on values of the
+            other.
     """
 
     kind: str = struct.field(pytree_node=False, default="", kw_only=True, repr=False)
@@ -74,7 +76,8 @@ class Processor(struct.PyTreeNode):
 class Sampler(struct.PyTreeNode):
     """Processors in order, then a draw from the softmax of their scores.
 
-    greedy: take the token with the best score; static, so no random numbers are generated.
+    Attributes:
+        greedy: take the token with the best score; static, so no random numbers are generated.
     """
 
     processors: tuple[Processor, ...] = ()
@@ -135,11 +138,13 @@ class FunctionProcessor(Processor):
 def sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     """Draw one token per row, without a preceding text: int32 `[B]`.
 
-    key: a `jax.random.key`, which is split over the rows, or one key per row, `[B]`. Each row is
-    drawn in float32 with its own key, so it does not depend on the other rows.
+    Args:
+        key: a `jax.random.key`, which is split over the rows, or one key per row, `[B]`. Each row
+            is drawn in float32 with its own key, so it does not depend on the other rows.
 
-    Raises NonFiniteError for a row with NaN or +inf, or with -inf only. Inside `jit`, which cannot
-    raise, such a row yields an arbitrary token; check its logits there.
+    Raises:
+        NonFiniteError: For a row with NaN or +inf, or with -inf only. Inside `jit`, which cannot
+            raise, such a row yields an arbitrary token; check its logits there.
     """
     check_sampler(sampler)
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
@@ -199,7 +204,8 @@ def row_keys(seed: int, rows: int) -> jax.Array:
 
     Uses all 64 bits of the seed; in 32-bit mode `jax.random.key` would drop the upper half.
 
-    Raises SamplingError for a seed outside 0 ... 2**64 - 1.
+    Raises:
+        SamplingError: For a seed outside 0 ... 2**64 - 1.
     """
     seed = check_int("seed", seed, 0, (1 << 64) - 1)
     rows = check_int("rows", rows, 0, (1 << 31) - 1)

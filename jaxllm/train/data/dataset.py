@@ -23,8 +23,8 @@ class _Pieces(NamedTuple):
     """Parts of examples that fit a row: tokens from start to end of `Examples.token_N`.
 
     Attributes:
-      head_P: a token that replaces the first one, -1 for none.
-      num_shortened, num_dropped: number of examples that lost some of their tokens, and all.
+        head_P: a token that replaces the first one, -1 for none.
+        num_shortened, num_dropped: number of examples that lost some of their tokens, and all.
     """
 
     start_P: np.ndarray
@@ -42,10 +42,12 @@ class Dataset:
     epoch is padded with empty rows.
 
     Attributes:
-      seed: of the packing and of the order of the rows, which differs in each epoch.
-      pack: whether pieces share rows; they do not attend to each other.
+        seed: of the packing and of the order of the rows, which differs in each epoch.
+        pack: whether pieces share rows; they do not attend to each other.
 
-    Raises ConfigError for sizes below 1, TokenError if there is nothing to learn.
+    Raises:
+        ConfigError: For sizes below 1.
+        TokenError: If there is nothing to learn.
     """
 
     examples: Examples
@@ -219,8 +221,8 @@ def best_fit(length_P: np.ndarray, width: int, seed: int) -> list[np.ndarray]:
     equal ones in random order; each goes to the row that it fills best. Time: `P log(width)`.
 
     Args:
-      length_P: columns of each piece, from 1 to `width`.
-      seed: of the order of equal pieces.
+        length_P: columns of each piece, from 1 to `width`.
+        seed: of the order of equal pieces.
     """
     drawn_P = np.random.default_rng(seed).permutation(len(length_P))
     order_P = drawn_P[np.argsort(-length_P[drawn_P], kind="stable")]

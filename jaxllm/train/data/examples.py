@@ -27,12 +27,12 @@ class Examples:
     """Concatenated examples, in 5 bytes per token.
 
     Attributes:
-      token_N: int32 ids.
-      loss_mask_N: bool, which tokens are learned; None for all.
-      begin_E: int64 `[examples + 1]`, the start of each example.
-      long: see `LongPolicy`.
-      bos: the begin-of-text token that examples start with, if any.
-      source: a description of their origin, as JSON values.
+        token_N: int32 ids.
+        loss_mask_N: bool, which tokens are learned; None for all.
+        begin_E: int64 `[examples + 1]`, the start of each example.
+        long: see `LongPolicy`.
+        bos: the begin-of-text token that examples start with, if any.
+        source: a description of their origin, as JSON values.
     """
 
     token_N: np.ndarray
@@ -124,8 +124,12 @@ def from_examples(examples: Iterable[Example], **options: Any) -> Examples:
 def from_ids(documents: Iterable[Any], **options: Any) -> Examples:
     """Make examples of documents of token ids, all of them learned.
 
-    documents: lists of ids, or a matrix whose rows are documents. options: as of `build_examples`.
-    Raises TokenError if there are none, and for ids outside 0 to 2**31 - 1.
+    Args:
+        documents: lists of ids, or a matrix whose rows are documents. options: as of
+            `build_examples`.
+
+    Raises:
+        TokenError: If there are none, and for ids outside 0 to 2**31 - 1.
     """
     return build_examples(([(ids, None)] for ids in _check_iterable(documents)), **options)
 
@@ -146,8 +150,11 @@ def _as_array(numbers: "array[int]") -> np.ndarray:
 def split_examples(examples: Examples, fraction: float, seed: int = 0) -> tuple[Examples, Examples]:
     """Return training and validation examples, split at random; both keep their order.
 
-    A single example is cut: its end is held out. Raises ConfigError if `fraction` is not between 0
-    and 1, TokenError if there are too few tokens to split.
+    A single example is cut: its end is held out.
+
+    Raises:
+        ConfigError: If `fraction` is not between 0 and 1.
+        TokenError: If there are too few tokens to split.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"the held-out share must be between 0 and 1, got {fraction}")

@@ -14,11 +14,11 @@ class Rows(struct.PyTreeNode):
     """Rows of tokens and their labels, int32 `[B, T]` each.
 
     Attributes:
-      token_BT: ids, 0 for padding.
-      label_BT: the next token's id (already shifted), `IGNORED` if it does not count.
-      position_BT: from 0 in each document, -1 for padding.
-      document_BT: number of the document in its row, -1 for padding. Documents do not attend to
-        each other.
+        token_BT: ids, 0 for padding.
+        label_BT: the next token's id (already shifted), `IGNORED` if it does not count.
+        position_BT: from 0 in each document, -1 for padding.
+        document_BT: number of the document in its row, -1 for padding. Documents do not attend to
+            each other.
     """
 
     token_BT: Ints

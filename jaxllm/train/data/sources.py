@@ -37,9 +37,9 @@ class TextEncoder(NamedTuple):
     """How texts become tokens.
 
     Attributes:
-      template: the chat template, or the error that explains why there is none.
-      bos, eos: whether to add these tokens to a text. None: add bos if the tokenizer adds it to
-        prompts, and eos if it has one. Conversations get neither, unless eos is True.
+        template: the chat template, or the error that explains why there is none.
+        bos, eos: whether to add these tokens to a text. None: add bos if the tokenizer adds it to
+            prompts, and eos if it has one. Conversations get neither, unless eos is True.
     """
 
     tokenizer: Tokenizer | None
@@ -92,14 +92,14 @@ def read_examples(path: Path, encoder: TextEncoder, *, kind: str | None = None) 
     lines and other fields are ignored. A long "text" is encoded in pieces, as a text file is.
 
     Args:
-      kind: "text" (one UTF-8 text), "wikitext" (`.raw`, or `.parquet` with a column `text`: one
-        text) or "lines" (JSON lines). Default: by the suffix (`SUFFIXES`), else "text".
+        kind: "text" (one UTF-8 text), "wikitext" (`.raw`, or `.parquet` with a column `text`: one
+            text) or "lines" (JSON lines). Default: by the suffix (`SUFFIXES`), else "text".
 
     Raises:
-      CheckpointError: if the file cannot be read.
-      TokenError: with the line, for other objects, mixed kinds, an empty text or no data.
-      ConfigError: for an unknown kind, or if pyarrow is missing.
-      TemplateError: as `encode_conversation`.
+        CheckpointError: if the file cannot be read.
+        TokenError: with the line, for other objects, mixed kinds, an empty text or no data.
+        ConfigError: for an unknown kind, or if pyarrow is missing.
+        TemplateError: as `encode_conversation`.
     """
     kind = SUFFIXES.get(path.suffix, "text") if kind is None else kind
     if kind not in _READERS:
@@ -298,10 +298,11 @@ def encode_conversation(
     turn and without the white space after it.
 
     Args:
-      variables: of the template (`tools`, ...).
+        variables: of the template (`tools`, ...).
 
-    Raises TemplateError if the assistant turns cannot be located, and what rendering raises;
-    TokenError if there is no assistant text.
+    Raises:
+        TemplateError: If the assistant turns cannot be located, and what rendering raises.
+        TokenError: If there is no assistant text.
     """
     text, spans = assistant_spans(template, messages, **variables)
     check_length(text, "the conversation")

@@ -49,11 +49,12 @@ def distill(
     With `top_k` the teacher's outputs are recorded now.
 
     Args:
-      directory: where they are recorded, also for later runs.
-      seed: of the projections.
+        directory: where they are recorded, also for later runs.
+        seed: of the projections.
 
-    Raises ConfigError for different tokenizers, layers that do not exist, rows longer than either
-    context, a record with another key, or if `top_k` has no directory.
+    Raises:
+        ConfigError: For different tokenizers, layers that do not exist, rows longer than either
+            context, a record with another key, or if `top_k` has no directory.
     """
 
     def finish(params: Params, directory: Path) -> None:

@@ -65,7 +65,7 @@ def divergence(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
     It is never negative; if both distributions are equal, it and its gradient are exactly 0.
 
     Args:
-      p_XV, q_XV: finite log-probabilities of teacher and student.
+        p_XV, q_XV: finite log-probabilities of teacher and student.
     """
     if beta == 0:
         return kl_divergence(p_XV, q_XV)
@@ -112,8 +112,8 @@ def distill_loss(
     and their gradient only one row of `[T, V]` is in memory.
 
     Args:
-      teacher: arrays `[B, T, ...]` for `compare`.
-      model: the student, whose mesh shards the rows; None for one device.
+        teacher: arrays `[B, T, ...]` for `compare`.
+        model: the student, whose mesh shards the rows; None for one device.
     """
 
     @jax.checkpoint
@@ -150,9 +150,9 @@ class TopKLogprobs(struct.PyTreeNode):
     """Top-k next tokens and the rest.
 
     Attributes:
-      token_BTk: ids, best first, uint16 if the vocabulary fits, else uint32.
-      logprob_BTL: float16 `[B, T, k + 1]`, the log-probabilities of these tokens, then that of all
-        others together; -inf if there are no others.
+        token_BTk: ids, best first, uint16 if the vocabulary fits, else uint32.
+        logprob_BTL: float16 `[B, T, k + 1]`, the log-probabilities of these tokens, then that of
+            all others together; -inf if there are no others.
     """
 
     token_BTk: Any
@@ -213,9 +213,9 @@ class HiddenLossConfig:
     the model, as an extra parameter `distill.LAYER.weight`, `[D teacher, D student]`.
 
     Attributes:
-      distance: distance between two states.
-      pairs: (student layer, teacher layer).
-      weight: of the mean over pairs, relative to the loss of the logits.
+        distance: distance between two states.
+        pairs: (student layer, teacher layer).
+        weight: of the mean over pairs, relative to the loss of the logits.
     """
 
     distance: Distance = "mse"
@@ -323,9 +323,9 @@ class OnlineTeacherLoss:
     Needs memory for the teacher's weights and its float32 logits `[B, T, V]`.
 
     Attributes:
-      teacher: its module; its parameters are `extra_inputs` in a call.
-      vocab_size: of the common vocabulary.
-      hidden: the loss of hidden states, if any.
+        teacher: its module; its parameters are `extra_inputs` in a call.
+        vocab_size: of the common vocabulary.
+        hidden: the loss of hidden states, if any.
     """
 
     teacher: Model

@@ -29,11 +29,11 @@ class OnPolicySampler:
     least `prompt_tokens` tokens: in plain text, the first `prompt_tokens` tokens.
 
     Attributes:
-      model: the student's module.
-      fraction: fraction of on-policy steps (GKD's lambda).
-      new_tokens: maximum number of new tokens; the row and the model's context limit them too.
-      temperature: of sampling.
-      eos_token_ids: ids that end a text.
+        model: the student's module.
+        fraction: fraction of on-policy steps (GKD's lambda).
+        new_tokens: maximum number of new tokens; the row and the model's context limit them too.
+        temperature: of sampling.
+        eos_token_ids: ids that end a text.
     """
 
     model: Model

@@ -53,13 +53,13 @@ def write_completions(
     Prompts that fail are left out.
 
     Args:
-      options: of `LM.generate`; each prompt has a seed of its own.
-      rows: prompts that run at once.
+        options: of `LM.generate`; each prompt has a seed of its own.
+        rows: prompts that run at once.
 
     Raises:
-      ConfigError: if there are no prompts, the seed is not an integer, or all prompts fail.
-      CheckpointError: if the file exists or cannot be written, or the saved answers belong to
-        another teacher, other prompts or other options.
+        ConfigError: if there are no prompts, the seed is not an integer, or all prompts fail.
+        CheckpointError: if the file exists or cannot be written, or the saved answers belong to
+            another teacher, other prompts or other options.
     """
     if not prompts:
         raise ConfigError("there is no prompt for the teacher to complete")
@@ -131,8 +131,8 @@ def complete_examples(
     """Let the teacher complete the first `tokens` tokens of each example of a file.
 
     Args:
-      directory: holds the completions, in a file named by teacher, prompts, options and seed. An
-        existing file is used again.
+        directory: holds the completions, in a file named by teacher, prompts, options and seed. An
+            existing file is used again.
 
     Raises ConfigError if the file does not exist and there are several processes.
     """

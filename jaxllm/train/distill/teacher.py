@@ -41,11 +41,11 @@ class RecordKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The key of a record.
 
     Attributes:
-      teacher: hash of its weights, configuration and precision.
-      data: digest of the rows.
-      k: number of top tokens.
-      size: of the common vocabulary.
-      width: columns of a row.
+        teacher: hash of its weights, configuration and precision.
+        data: digest of the rows.
+        k: number of top tokens.
+        size: of the common vocabulary.
+        width: columns of a row.
     """
 
     teacher: str
@@ -140,13 +140,13 @@ def record_teacher(
     """Record the teacher's outputs for an epoch of `data`, except shards that are there already.
 
     Args:
-      k: number of top tokens to keep.
-      size: of the vocabulary that it shares with the student.
+        k: number of top tokens to keep.
+        size: of the vocabulary that it shares with the student.
 
     Raises:
-      ConfigError: if the directory has a record with another key, k is out of range, or not all
-        processes see what the first one has written.
-      CheckpointError: if the record cannot be written, is damaged, or is locked by another run.
+        ConfigError: if the directory has a record with another key, k is out of range, or not all
+            processes see what the first one has written.
+        CheckpointError: if the record cannot be written, is damaged, or is locked by another run.
     """
     if not 1 <= k <= size:
         raise ConfigError(f"top_k must be 1 to {size}, the vocabulary size: got {k}")

@@ -44,11 +44,12 @@ def qat(
     arguments and errors are those of `prepare.prepare`.
 
     Args:
-      lm: in float32, since the master weights start as its parameters.
-      dtype: of computation, and of the weights that are not quantized.
+        lm: in float32, since the master weights start as its parameters.
+        dtype: of computation, and of the weights that are not quantized.
 
-    Raises ConfigError if `learn_input_scales` is given without `observed_params`, and on a mesh if
-    it would split a quantization group or if `dynamic_inputs` is set.
+    Raises:
+        ConfigError: If `learn_input_scales` is given without `observed_params`, and on a mesh if it
+            would split a quantization group or if `dynamic_inputs` is set.
     """
     if learn_input_scales and observed_params is None:
         raise ConfigError("learn_input_scales needs observed input ranges: give observed_params")
@@ -104,14 +105,14 @@ def prepare(
     """Replace each matrix that `rules` quantize by a `FakeQuantWeight`.
 
     Args:
-      rules: as in `weights.quantize.quantize`, with integer formats.
-      learn_scales: train the scales, starting from those of rounding to nearest; otherwise each
-        step computes them from the weights.
-      dynamic_inputs: the model quantizes inputs dynamically (`Precision.int8_inputs`).
-      observed_params: the same model quantized with `activations: static` (`jaxllm.compress`); its
-        input scales and zero points are used.
-      learn_input_scales: also train these input scales.
-      start_step: the first training step that rounds; earlier ones train the float weights.
+        rules: as in `weights.quantize.quantize`, with integer formats.
+        learn_scales: train the scales, starting from those of rounding to nearest; otherwise each
+            step computes them from the weights.
+        dynamic_inputs: the model quantizes inputs dynamically (`Precision.int8_inputs`).
+        observed_params: the same model quantized with `activations: static` (`jaxllm.compress`);
+            its input scales and zero points are used.
+        learn_input_scales: also train these input scales.
+        start_step: the first training step that rounds; earlier ones train the float weights.
 
     Raises ConfigError for other formats, for weights that are not plain arrays or belong to
     experts, and for rules that match no matrix.

@@ -77,16 +77,16 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     passes them through (`gradient.fake_quantize`).
 
     Attributes:
-      scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
-      zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
-        learned.
-      input_qparams: scale and zero point of the inputs, if they are quantized statically
-        (`IntWeight.with_input_grid`).
-      step: the scale of `input_qparams`, if it is learned.
-      start_step: the first training step that rounds, int32 scalar; None: the first of all.
-      is_active: whether to round in this step, a bool scalar; None: yes.
-      target_format: the integer format.
-      dynamic_inputs: whether the model quantizes inputs dynamically (`Precision.int8_inputs`).
+        scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
+        zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
+            learned.
+        input_qparams: scale and zero point of the inputs, if they are quantized statically
+            (`IntWeight.with_input_grid`).
+        step: the scale of `input_qparams`, if it is learned.
+        start_step: the first training step that rounds, int32 scalar; None: the first of all.
+        is_active: whether to round in this step, a bool scalar; None: yes.
+        target_format: the integer format.
+        dynamic_inputs: whether the model quantizes inputs dynamically (`Precision.int8_inputs`).
     """
 
     format_prefix = "fake/"

@@ -30,12 +30,12 @@ class AnswerSampler:
     """Prepares the rows of a step: prompts `[A, P, T]` become answers `[A, P * G, T + N - 1]`.
 
     Attributes:
-      form: of the loss, a key of `losses.FORMS`.
-      group_size: G, answers per prompt.
-      max_new_tokens: N, of an answer.
-      sampling: the options that made `sampler`.
-      reward_name: of the reward function; "" if the prompts have scored answers.
-      reference: parameters of the reference model; None without one.
+        form: of the loss, a key of `losses.FORMS`.
+        group_size: G, answers per prompt.
+        max_new_tokens: N, of an answer.
+        sampling: the options that made `sampler`.
+        reward_name: of the reward function; "" if the prompts have scored answers.
+        reference: parameters of the reference model; None without one.
     """
 
     form: str

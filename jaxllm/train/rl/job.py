@@ -28,11 +28,13 @@ def reinforce(
     the result keep the promise of `models.invariance.has_invariant_rows`.
 
     Args:
-      reward: None for prompts with scored answers.
-      name: of the reward function, to recognize the run by when it is resumed.
+        reward: None for prompts with scored answers.
+        name: of the reward function, to recognize the run by when it is resumed.
 
-    Raises CapacityError if prompt and answer exceed the context, ConfigError for a model on a mesh,
-    SamplingError and GrammarError for invalid sampling options.
+    Raises:
+        CapacityError: If prompt and answer exceed the context.
+        ConfigError: For a model on a mesh, SamplingError.
+        GrammarError: For invalid sampling options.
     """
     lm = dataclasses.replace(job.lm, model=make_invariant(job.lm.model))
     if lm.model.is_sharded:

@@ -52,10 +52,10 @@ class AnswerRows(Rows):
     N is the maximum number of tokens of an answer; arrays are float32, 0 after the answer's end.
 
     Attributes:
-      logprob_BN: log-probability of each token under the distribution that it was drawn from.
-      reference_BN: the same under the reference model, before any processor.
-      weight_BN: weight of each token in the loss.
-      advantage_B, reward_B: of the whole answer.
+        logprob_BN: log-probability of each token under the distribution that it was drawn from.
+        reference_BN: the same under the reference model, before any processor.
+        weight_BN: weight of each token in the loss.
+        advantage_B, reward_B: of the whole answer.
     """
 
     logprob_BN: Any
