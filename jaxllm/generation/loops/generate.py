@@ -30,6 +30,7 @@ from jaxllm.generation.loops.rows import (
     Drawn,
     RowState,
     join_drawn,
+    new_tokens,
     start_rows,
 )
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler, check_sampler
@@ -176,9 +177,11 @@ def generate(
             tails, rows, mass, done, drawn = ROUNDS(
                 plan, inputs, tails, run.rows, *counts, run.mass
             )
-        run = run.follow(tails, rows, mass)
+        before_B, run = np.asarray(run.rows.context.length_B), run.follow(tails, rows, mass)
         done, drawn = to_host((done, drawn))
-        parts.append(jax.tree.map(lambda x, done=done: x[:done], drawn))
+        drawn = jax.tree.map(lambda x, done=done: x[:done], drawn)
+        tokens = new_tokens(rows.context, before_B, int(done))
+        parts.append(drawn._replace(token_B=tokens))
         if overflow is not None and run.is_running:
             run = run.evict(overflow)
     return _make_result(run, parts, options)
@@ -417,10 +420,10 @@ def _iterate_steps(
         for now, one in _each_column(run, step):
             if until is not None:
                 token_B = np.asarray(one.drawn.token_B)[0, 0]
-                ends_B = until(token_B) & (token_B >= 0)
-                finish_B = np.where(ends_B, np.int32(Finish.STOP), now.finish_B)
-                rows = now.rows.replace(finish_B=jax.device_put(finish_B))
-                now = now._replace(rows=rows, finish_B=finish_B)
+                if (ends_B := until(token_B) & (token_B >= 0)).any():
+                    finish_B = np.where(ends_B, np.int32(Finish.STOP), now.finish_B)
+                    rows = now.rows.replace(finish_B=jax.device_put(finish_B))
+                    now = now._replace(rows=rows, finish_B=finish_B)
             yield now, one
             if not now.is_running:
                 return
@@ -433,7 +436,7 @@ def _iterate_steps(
         inputs = inputs.replace(frozen=run.cache.frozen)
         tails, rows, out = ROUND(run.plan, inputs, Tails(run.cache.replace(frozen=())), run.rows)
         mass = None if run.mass is None else run.mass + out.mass
-        step = _Step(jax.tree.map(lambda x: x[None], out.drawn), out.mass, out.sites)
+        step = _Step(out.drawn, out.mass, out.sites)
         run = run.follow(tails, rows, mass)
 
 

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         acceptance: As in `speculative_generate`.
         top: Number of likeliest tokens to return.
         processed: Whether to return the log-probabilities after processors.
-        brief: Return tokens and log-probabilities alone.
+        brief: Return log-probabilities alone: the tokens are in the rows' texts.
         attention_mass: As for `forward`; only with a cache.
         names: The sites to read in full; only by `run_round`, with a cache.
     """
@@ -286,7 +286,12 @@ def blank_results(plan: Plan, rows: RowState) -> Drawn:
 def _run_one_round(
     plan: Plan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, Round]:
+    """Return what `run_round` returns, as one of several rounds: `[1, columns, R]`."""
     tails, rows, out = run_round(plan, inputs, tails, rows)
+    drawn = out.drawn
+    if inputs.forced_RK is None:
+        drawn = drawn._replace(valid_B=None, finish_B=None, draft_B=None)
+    out = out._replace(drawn=jax.tree.map(lambda x: x[None], drawn))
     return tails, *replicate_for_host((rows, out), plan.model)
 
 

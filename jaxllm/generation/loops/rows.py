@@ -28,6 +28,7 @@ from jaxllm.generation.sampling.stacked import StackedSampler
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.row_sums import log_softmax
 from jaxllm.ops.token_logprobs import pick_token
+from jaxllm.runtime.multihost import to_host
 
 
 class RowState(struct.PyTreeNode):
@@ -75,8 +76,8 @@ class Drawn(NamedTuple):
     processed_B: Any = None
 
     def brief(self) -> "Drawn":
-        """Return the tokens and log-probabilities alone."""
-        return self._replace(valid_B=None, finish_B=None, draft_B=None)
+        """Return the log-probabilities alone."""
+        return self._replace(token_B=None, valid_B=None, finish_B=None, draft_B=None)
 
 
 # Returns a token for each row, the next samplers, and the processed scores or None, from the rows,
@@ -226,6 +227,14 @@ def draft_stats(drawn: Drawn) -> np.ndarray:
     proposed[:, 0] = np.where(drawn.valid_B[:, 0], (drawn.draft_B >= 0).sum(axis=1), 0)
     accepted = drawn.valid_B & (drawn.draft_B >= 0) & (drawn.draft_B == drawn.token_B)
     return np.stack([proposed, accepted, proposed > 0], axis=-1)
+
+
+def new_tokens(context: Context, before_B: np.ndarray, rounds: int) -> np.ndarray:
+    """Return the tokens of a loop's rounds, `[rounds, 1, B]`, from texts that had `before_B`."""
+    at_BN = before_B[:, None] + np.arange(rounds)[None]
+    found_BN = np.take_along_axis(to_host(context.token_BL), at_BN, axis=1)
+    found_BN = np.where(at_BN < np.asarray(context.length_B)[:, None], found_BN, NO_TOKEN)
+    return found_BN.T[:, None]
 
 
 def join_drawn(parts: Sequence[Drawn], width: int) -> dict[str, np.ndarray]:
