@@ -24,8 +24,8 @@ class Flags:
 
     Args:
         kind: The dataclass.
-        names: Fields whose flags have their names; all fields, without these and `spelled`.
-        spelled: Fields whose flags are spelled otherwise.
+        names: Fields whose flags have the field's name. Without `names` and `spelled`, all fields.
+        spelled: Fields with other flags, and these flags.
     """
 
     def __init__(self, kind: Any, *names: str, **spelled: str) -> None:

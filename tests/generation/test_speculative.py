@@ -60,11 +60,13 @@ DRAFTS: dict[str, Callable[[], Any]] = {
 
 
 def assert_equals_generate(lm: Any, prompts: Any, draft: Any, **options: Any) -> SpeculativeResult:
-    plain = jaxllm.generate(*lm, prompts, **options)
-    result = speculative_generate(*lm, prompts, draft=draft, **options)
+    plain = jaxllm.generate(*lm, prompts, top_logprobs=3, **options)
+    result = speculative_generate(*lm, prompts, draft=draft, top_logprobs=3, **options)
     assert result.token_BT.tolist() == plain.token_BT.tolist()
     assert result.finish_B.tolist() == plain.finish_B.tolist()
     assert result.length_B.tolist() == plain.length_B.tolist()
+    np.testing.assert_allclose(result.logprob_BT, plain.logprob_BT, atol=1e-4)
+    np.testing.assert_allclose(result.top_logprob_BTN, plain.top_logprob_BTN, atol=1e-4)
     return result
 
 
