@@ -107,7 +107,7 @@ def make_rules(
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """A quantized linear of a checkpoint. found: its tensors, by the names in `SUFFIXES`."""
+    """A quantized linear of a checkpoint. tensors: its tensors, by the names in `SUFFIXES`."""
 
     scheme: Scheme
     stem: str

@@ -47,7 +47,7 @@ from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
 from jaxllm.generation.options import (
     GenerateOptions,
-    Kind,
+    Call,
     check_options,
     document_options,
     row_options,
@@ -252,10 +252,10 @@ class LM:
         for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
             ended, length = np.asarray(step.finish_B)[0], np.asarray(step.length_B)[0]
             finish = to_finish_reason(Finish(int(ended)), 0, int(length))
-            now = time.perf_counter()
-            start = now if count <= 1 else start
+            seconds = time.perf_counter()
+            start = seconds if count <= 1 else start
             piece = pieces.pop() + (tracker.flush() if finish else "")
-            rate = (count - 1) / (now - start) if count > 1 else 0.0
+            rate = (count - 1) / (seconds - start) if count > 1 else 0.0
             yield StreamChunk(
                 piece,
                 int(np.asarray(step.token_BT)[0, 0]),
@@ -590,7 +590,7 @@ class LM:
         return self.tokenizer.decode(ids)
 
     def _resolve_options(
-        self, prompts: list[list[int]], options: Mapping[str, Any], kind: Kind = "generate"
+        self, prompts: list[list[int]], options: Mapping[str, Any], kind: Call = "generate"
     ) -> GenerationConfig:
         if options.get("negative_prompt") is not None:
             options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
@@ -677,8 +677,8 @@ def load(
         from jaxllm.sharding import build_model
 
         model, into = build_model(opened.config, precision, place, mesh, exact, fsdp)
-    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as the NaN scan
-        reading = beside.submit(read_text_assets, opened)
+    with ThreadPoolExecutor(1) as pool:  # a large tokenizer takes as long as the NaN scan
+        reading = pool.submit(read_text_assets, opened)
         params = native.load_params(opened, precision, placer=into, show_progress=show_progress)
     if into is None and is_accelerator():
         params = for_accelerator(params)

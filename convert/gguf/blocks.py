@@ -23,7 +23,7 @@ BLOCK_SIZE = 32  # columns per block of the other quantized types
 ReadBlocks = Callable[[np.ndarray], np.ndarray]
 
 
-class BlockType(NamedTuple):
+class TensorType(NamedTuple):
     """A tensor type.
 
     Attributes:
@@ -143,29 +143,29 @@ def _as_half(scale: np.ndarray) -> np.ndarray:
         return scale.astype(np.float16).view(np.uint8)
 
 
-def _super_block(type_id: int, name: str) -> BlockType:
+def _super_block(type_id: int, name: str) -> TensorType:
     read = SUPER_BLOCKS[name]
     readers = read.read_codes, read.read_scales, read.read_offsets
-    return BlockType(type_id, name, SUPER_BLOCK_SIZE, read.nbytes, *readers, QUANTIZERS[name])
+    return TensorType(type_id, name, SUPER_BLOCK_SIZE, read.nbytes, *readers, QUANTIZERS[name])
 
 
 _ROWS = (
-    BlockType(0, "F32", 1, 4, dtype=np.dtype("<f4")),
-    BlockType(1, "F16", 1, 2, dtype=np.dtype("<f2")),
-    BlockType(30, "BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
-    BlockType(
+    TensorType(0, "F32", 1, 4, dtype=np.dtype("<f4")),
+    TensorType(1, "F16", 1, 2, dtype=np.dtype("<f2")),
+    TensorType(30, "BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
+    TensorType(
         8, "Q8_0", 32, 34, lambda b: b[:, 2:].view(np.int8), _half_at(0), None, _quantize_q8_0
     ),
-    BlockType(2, "Q4_0", 32, 18, _nibbles_at(2, 8), _half_at(0), None, _quantize_q4_0),
-    BlockType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
-    BlockType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
-    BlockType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
+    TensorType(2, "Q4_0", 32, 18, _nibbles_at(2, 8), _half_at(0), None, _quantize_q4_0),
+    TensorType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
+    TensorType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
+    TensorType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
     _super_block(12, "Q4_K"),
     _super_block(13, "Q5_K"),
     _super_block(14, "Q6_K"),
 )
 _READ_ONLY = tuple(
-    BlockType(*row[:4], row.read_codes, row.read_scales, row.read_offsets) for row in MORE_TYPES
+    TensorType(*row[:4], row.read_codes, row.read_scales, row.read_offsets) for row in MORE_TYPES
 )
 BLOCKS = {row.type_id: row for row in (*_ROWS, *_READ_ONLY)}
 BY_NAME = {row.name: row for row in _ROWS}

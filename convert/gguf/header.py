@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import BLOCKS, UNSUPPORTED, BlockType
+from jaxllm.convert.gguf.blocks import BLOCKS, UNSUPPORTED, TensorType
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.safetensors import map_file
 
@@ -52,7 +52,7 @@ _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 class TensorInfo(NamedTuple):
     """A tensor of the file: its type, its shape in NumPy's order, and its offset."""
 
-    block: BlockType
+    block: TensorType
     shape: tuple[int, ...]
     offset: int
 
@@ -61,7 +61,7 @@ class TensorInfo(NamedTuple):
         return int(np.prod(self.shape[:-1], dtype=object)) * self.block.row_bytes(self.shape[-1])
 
 
-class Header(NamedTuple):
+class GGUFHeader(NamedTuple):
     """The contents of a GGUF header.
 
     Attributes:
@@ -85,7 +85,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Return the header of a GGUF file, checked against the file size.
 
     Raises CheckpointError for a malformed file and for tensors of an unsupported type.
@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
             f"general.alignment is {alignment!r:.40}, expected a power of 2, 8 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.position // alignment) * alignment
-    return Header(path, settings, _locate_tensors(entries, start, alignment, reader), file_map)
+    return GGUFHeader(path, settings, _locate_tensors(entries, start, alignment, reader), file_map)
 
 
 def _locate_tensors(

@@ -21,7 +21,7 @@ Read = Callable[[np.ndarray], np.ndarray]
 
 
 class MoreType(NamedTuple):
-    """A type: the fields of a `BlockType`, and `run`, the columns that share a scale."""
+    """A type: the fields of a `TensorType`, and `run`, the columns that share a scale."""
 
     type_id: int
     name: str

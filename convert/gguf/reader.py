@@ -23,7 +23,7 @@ from jaxllm.checkpoints.native import (
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import GGUFArchitecture
-from jaxllm.convert.gguf.header import Header, TensorInfo, is_gguf, read_header
+from jaxllm.convert.gguf.header import GGUFHeader, TensorInfo, is_gguf, read_header
 from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.rotary import DIVISOR_TENSORS
@@ -119,7 +119,7 @@ def _warn_larger(path: Path, infos: Iterable[TensorInfo]) -> None:
         )
 
 
-def read_parts(path: Path) -> list[Header]:
+def read_parts(path: Path) -> list[GGUFHeader]:
     """Return the headers of a file's parts, in order; one header if it is not split.
 
     Raises CheckpointError for missing parts and for parts that do not belong together.
@@ -158,7 +158,7 @@ def read_parts(path: Path) -> list[Header]:
 
 
 def _locate_tensor(
-    header: Header,
+    header: GGUFHeader,
     entry: TensorInfo,
     match: MatchedParam,
     config: ModelConfig,
@@ -210,13 +210,13 @@ def _precision(
     )
 
 
-def _read_divisors(name: str, header: Header, entry: TensorInfo) -> np.ndarray:
+def _read_divisors(name: str, header: GGUFHeader, entry: TensorInfo) -> np.ndarray:
     if len(entry.shape) != 1 or entry.block.dtype is None:
         raise CheckpointError(f"{header.path}: {name} is not an unquantized vector")
     return np.asarray(GGUFTensor(header.buffer, entry).to_plain().read(), np.float32)
 
 
-def _read_special_ids(header: Header) -> dict[str, Any]:
+def _read_special_ids(header: GGUFHeader) -> dict[str, Any]:
     """Return the special ids, as generation_config.json has them."""
     ends = find_ends(header.settings)
     ids = {

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.convert.gguf.architecture import ALLOWED, IGNORED, MATH_PREFIXES, GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, MOE_ARCHITECTURES
-from jaxllm.convert.gguf.header import Header, TensorInfo
+from jaxllm.convert.gguf.header import GGUFHeader, TensorInfo
 from jaxllm.convert.gguf.rotary import ROPE_KEYS, read_rope, write_rope
 from jaxllm.convert.tables import REQUIRED, refuse
 from jaxllm.errors import ConfigError
@@ -23,7 +23,7 @@ from jaxllm.ops import ACTIVATIONS
 TOKEN_TABLE = "token_embd.weight"
 
 
-def find_architecture(header: Header) -> tuple[str, GGUFArchitecture]:
+def find_architecture(header: GGUFHeader) -> tuple[str, GGUFArchitecture]:
     """Return a model file's architecture and row; raise ConfigError if it is not supported."""
     name, kind = header.settings.get("general.architecture"), header.settings.get("general.type")
     if kind not in (None, "model"):
@@ -40,7 +40,7 @@ def find_architecture(header: Header) -> tuple[str, GGUFArchitecture]:
     return name, ARCHITECTURES[name]
 
 
-def unknown_keys(header: Header) -> tuple[str, ...]:
+def unknown_keys(header: GGUFHeader) -> tuple[str, ...]:
     """Return the architecture's keys that `read_config` ignores because it does not know them."""
     name, row = find_architecture(header)
     begins = f"{name}."
@@ -55,7 +55,7 @@ def _is_known(row: GGUFArchitecture, key: str) -> bool:
 
 
 def read_config(
-    header: Header,
+    header: GGUFHeader,
     entries: Mapping[str, TensorInfo],
     divisors: Mapping[str, np.ndarray],
     *,

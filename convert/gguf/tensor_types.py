@@ -7,7 +7,7 @@ in the first and last eighth of the layers and in every third layer between.
 import re
 
 from jaxllm.config.model import ModelConfig
-from jaxllm.convert.gguf.blocks import BY_NAME, WRITABLE, BlockType
+from jaxllm.convert.gguf.blocks import BY_NAME, WRITABLE, TensorType
 
 MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # mixture: the type of most matrices
 KINDS = (*WRITABLE, *MIXTURES)
@@ -19,7 +19,7 @@ FILE_TYPES = {
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
-def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> BlockType:
+def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> TensorType:
     """Return the type of a matrix.
 
     Args:

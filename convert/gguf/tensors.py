@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks
+from jaxllm.convert.gguf.blocks import BLOCK_SIZE, TensorType, ReadBlocks
 from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.weights.lazy import LazyTensor
@@ -42,7 +42,7 @@ class LeafRecipe(NamedTuple):
     read_packed: ReadBlocks | None = None
     padding_byte: int = 0
 
-    def read_piece(self, block: BlockType, name: str, blocks: np.ndarray) -> np.ndarray:
+    def read_piece(self, block: TensorType, name: str, blocks: np.ndarray) -> np.ndarray:
         """Return the numbers of a piece `[n, k]`, from blocks uint8 `[n, nbytes]`."""
         assert block.read_codes is not None
         assert block.read_scales is not None
@@ -103,7 +103,7 @@ class GGUFTensor:
         return (len(self.row_order), shape[-1]) if len(shape) > 1 else (len(self.row_order),)
 
     @property
-    def block(self) -> BlockType:
+    def block(self) -> TensorType:
         return self.tensor_info.block
 
     def to_plain(self) -> LazyTensor:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.checkpoints.native import Checkpoint, dequantize_checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
-from jaxllm.convert.gguf.blocks import BY_NAME, BlockType
+from jaxllm.convert.gguf.blocks import BY_NAME, TensorType
 from jaxllm.convert.gguf.header import ALIGNMENT
 from jaxllm.convert.gguf.names import MatchedParam
 from jaxllm.convert.gguf.settings import write_config
@@ -46,7 +46,7 @@ class OutputTensor(NamedTuple):
     """A tensor to write. rows: yields its bytes, a block of rows at a time."""
 
     name: str
-    block: BlockType
+    block: TensorType
     shape: tuple[int, ...]
     rows: Callable[[], Iterator[np.ndarray]]
 
@@ -144,7 +144,7 @@ def write_arrays(
 
 
 def _copy_codes(
-    checkpoint: Checkpoint, match: MatchedParam, block: BlockType
+    checkpoint: Checkpoint, match: MatchedParam, block: TensorType
 ) -> OutputTensor | None:
     """Return a leaf unchanged if its numbers are those of the type, else None."""
     leaf = BLOCK_TYPES[block.name].format if block.name in BLOCK_TYPES else None
@@ -169,7 +169,7 @@ def _copy_codes(
 
 
 def _quantize_tensor(
-    tensor: LazyTensor, match: MatchedParam, block: BlockType, config: ModelConfig
+    tensor: LazyTensor, match: MatchedParam, block: TensorType, config: ModelConfig
 ) -> OutputTensor:
     order, plus = _row_order(match, config), np.float32(match.module.weight_offset)
 

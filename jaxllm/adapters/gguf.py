@@ -20,7 +20,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES
-from jaxllm.convert.gguf.header import Header, read_header
+from jaxllm.convert.gguf.header import GGUFHeader, read_header
 from jaxllm.convert.gguf.names import MatchedParam, ModuleRow
 from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.tensors import GGUFTensor
@@ -111,7 +111,7 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     write_arrays(path, settings, tensors)
 
 
-def _check_header(header: Header, config: ModelConfig) -> tuple[GGUFArchitecture, float]:
+def _check_header(header: GGUFHeader, config: ModelConfig) -> tuple[GGUFArchitecture, float]:
     """Validate the header; return the table row of its architecture, and alpha."""
     settings, where = header.settings, f"{header.path}"
     kind, how = settings.get("general.type"), settings.get("adapter.type")
@@ -142,7 +142,7 @@ def _named_targets(
 
 
 def _read_array(
-    header: Header, name: str, module: ModuleRow | None, config: ModelConfig
+    header: GGUFHeader, name: str, module: ModuleRow | None, config: ModelConfig
 ) -> np.ndarray:
     entry, order = header.tensor_infos[name], None
     if module is not None and module.row_order is not None:

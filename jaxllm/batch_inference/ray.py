@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from jaxllm.batch_inference.rows import Row
+from jaxllm.batch_inference.rows import BatchRow
 from jaxllm.batch_inference.tasks import WINDOW, Answer, BatchJob, answer_rows
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.lm import LM, load
@@ -29,11 +29,11 @@ ARGUMENTS = {
 def answer_on_ray(
     load_model: Callable[[], LM],
     job: BatchJob,
-    rows: Iterable[Row],
+    rows: Iterable[BatchRow],
     *,
     address: str,
     workers: int,
-) -> Iterator[tuple[Row, Answer]]:
+) -> Iterator[tuple[BatchRow, Answer]]:
     """Yield each row with its answer, from actors of Ray Data that share all cores.
 
     Args:
@@ -65,7 +65,7 @@ def answer_on_ray(
             )
         for item in answered.iter_rows():
             row, answer = json.loads(item["answered"])
-            yield Row(*row), answer
+            yield BatchRow(*row), answer
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         cause = str(error).strip().rpartition("\n")[2]  # below a trace of calls
         raise ConfigError(f"Ray at {address!r:.100}: {cause:.300}") from None
@@ -82,7 +82,7 @@ class _Actor:
         self._lm, self._job = load_model(), job
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        rows = [Row(*json.loads(text)) for text in batch["item"]]
+        rows = [BatchRow(*json.loads(text)) for text in batch["item"]]
         return {"answered": [json.dumps(pair) for pair in answer_rows(self._lm, self._job, rows)]}
 
 

@@ -17,7 +17,7 @@ from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 from jaxllm.files import iterate_lines, open_regular, parse_json, regular_size
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """An input row.
 
     Attributes:
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     complaint: str | None = None
 
 
-def read_rows(path: Path, field: str | None = None) -> Iterator[Row]:
+def read_rows(path: Path, field: str | None = None) -> Iterator[BatchRow]:
     """Yield the rows of a `.parquet` or JSON lines file.
 
     Raises CheckpointError if the file cannot be read, ConfigError for Parquet if pyarrow or the
@@ -46,19 +46,19 @@ def read_rows(path: Path, field: str | None = None) -> Iterator[Row]:
         yield from parse_lines(file, field)
 
 
-def parse_lines(file: BinaryIO, field: str | None = None) -> Iterator[Row]:
+def parse_lines(file: BinaryIO, field: str | None = None) -> Iterator[BatchRow]:
     """Yield the row of each line that is not blank."""
     for number, line in iterate_lines(file):
         try:
             value = parse_json(line, f"line {number}", SamplingError)
         except SamplingError as error:
-            yield Row(number, number, {}, str(error))
+            yield BatchRow(number, number, {}, str(error))
         else:
             fields = value if isinstance(value, dict) else {"prompt": value}
             yield _make_row(number, fields, field)
 
 
-def check_rows(rows: Iterable[Row]) -> tuple[int, str]:
+def check_rows(rows: Iterable[BatchRow]) -> tuple[int, str]:
     """Read all rows, and return their number and a SHA-256.
 
     Raises ConfigError if there are none, or if two have the same id.
@@ -83,7 +83,7 @@ def format_id(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _make_row(number: int, fields: dict[str, Any], field: str | None) -> Row:
+def _make_row(number: int, fields: dict[str, Any], field: str | None) -> BatchRow:
     name = number if fields.get("id") is None else fields["id"]
     request = {key: value for key, value in fields.items() if key != "id"}
     if field is not None:
@@ -92,7 +92,7 @@ def _make_row(number: int, fields: dict[str, Any], field: str | None) -> Row:
         json.dumps([name, request], allow_nan=False)
     except (TypeError, ValueError) as error:  # from Parquet: times, bytes, NaN
         text = f"line {number} has values that JSON does not allow: {error}"
-        return Row(number, number, {}, text)
+        return BatchRow(number, number, {}, text)
     complaint, prompt = None, request.get("prompt")
     if prompt is None:
         complaint = f"line {number} has no {field or 'prompt'}"
@@ -103,10 +103,10 @@ def _make_row(number: int, fields: dict[str, Any], field: str | None) -> Row:
         )
     elif request.get("seed") == "random":
         complaint = f"line {number}: the seed must be a number, to be repeatable"
-    return Row(number, name, {} if complaint else request, complaint)
+    return BatchRow(number, name, {} if complaint else request, complaint)
 
 
-def _read_parquet(path: Path, field: str | None) -> Iterator[Row]:
+def _read_parquet(path: Path, field: str | None) -> Iterator[BatchRow]:
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ImportError as error:

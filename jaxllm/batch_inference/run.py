@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.batch_inference.rows import Row, check_rows, format_id
+from jaxllm.batch_inference.rows import BatchRow, check_rows, format_id
 from jaxllm.batch_inference.tasks import Answer, BatchJob
 from jaxllm.errors import CheckpointError
 from jaxllm.files import lock_file, open_regular, path_exists, read_json, write_json
@@ -39,8 +39,8 @@ def format_answer(row_id: Any, answer: Answer) -> str:
 
 def run_job(
     job: BatchJob,
-    read: Callable[[], Iterable[Row]],
-    answer: Callable[[Iterator[Row]], Iterable[tuple[Row, Answer]]],
+    read: Callable[[], Iterable[BatchRow]],
+    answer: Callable[[Iterator[BatchRow]], Iterable[tuple[BatchRow, Answer]]],
     out: Path,
     *,
     facts: Mapping[str, Any],
@@ -75,8 +75,8 @@ def run_job(
             signals.exit_message(describe_progress),
             status_bar(job.task, total, show_progress, len(ids)) as update,
         ):
-            for row, found in answer(left) if len(ids) < total else ():
-                answers.append(row.id, found)
+            for row, reply in answer(left) if len(ids) < total else ():
+                answers.append(row.id, reply)
                 update(len(ids), "")
         if len(ids) < total:
             raise CheckpointError(f"not every row was answered: {describe_progress()}")

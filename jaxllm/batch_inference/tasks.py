@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.batch_inference.rows import Row
+from jaxllm.batch_inference.rows import BatchRow
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, suggest_name
 from jaxllm.generation.completion import Completion
 from jaxllm.generation.embeddings import log_probs
@@ -56,14 +56,14 @@ class BatchJob:
             )
 
 
-def answer_rows(lm: LM, job: BatchJob, rows: Iterable[Row]) -> Iterator[tuple[Row, Answer]]:
+def answer_rows(lm: LM, job: BatchJob, rows: Iterable[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
     """Yield each row with its answer as it finishes; a row is read when there is room for it.
 
     Raises a JaxllmError for options that the model does not support.
     """
-    unreadable: list[tuple[Row, Answer]] = []
+    unreadable: list[tuple[BatchRow, Answer]] = []
 
-    def readable_rows() -> Iterator[Row]:
+    def readable_rows() -> Iterator[BatchRow]:
         for row in rows:
             if row.complaint is None:
                 yield row
@@ -84,10 +84,10 @@ def row_seed(run_seed: int, row_id: Any) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
-def _generate(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[Row, Answer]]:
+def _generate(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
     """Continue prompts by continuous batching. A row without a seed gets one from its id."""
     lm.with_adapter(job.options.get("adapter"))  # raises an error before any row does
-    running = dict[int, Row]()
+    running = dict[int, BatchRow]()
 
     def requests() -> Iterator[dict[str, Any]]:
         for row in rows:
@@ -114,7 +114,7 @@ def _format_completion(result: Completion | JaxllmError) -> Answer:
     }
 
 
-def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[Row, Answer]]:
+def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
     """Answer rows whose task needs one pass, in windows; rows with equal options run together."""
     run_task = TEXT_TASKS[job.task].run
     run_task(lm, [], batch=job.batch_size, **job.options)  # raises an error before any row does
@@ -131,7 +131,7 @@ def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[Row]) -> Iterator[tuple[
             return [*run(prompts[:half], options), *run(prompts[half:], options)]
 
     while window := list(islice(rows, WINDOW * job.batch_size)):
-        alike: dict[str, list[Row]] = {}
+        alike: dict[str, list[BatchRow]] = {}
         for row in window:
             own = {name: x for name, x in row.request.items() if name != "prompt"}
             alike.setdefault(json.dumps(own, sort_keys=True), []).append(row)

@@ -26,11 +26,11 @@ def caches_equal(one: Any, two: Any) -> bool:
 
 
 def _segments_equal(one: Any, two: Any) -> bool:
-    there_BS = np.asarray(one.position_BS) >= 0
+    is_real_BS = np.asarray(one.position_BS) >= 0
 
     def slots_equal(x: jax.Array, y: jax.Array) -> bool:
-        shared = x.shape[: there_BS.ndim] != there_BS.shape  # one row, but positions per row
-        slots = there_BS.any(axis=0, keepdims=True) if shared else there_BS
+        shared = x.shape[: is_real_BS.ndim] != is_real_BS.shape  # one row, but positions per row
+        slots = is_real_BS.any(axis=0, keepdims=True) if shared else is_real_BS
         return np.asarray(x)[slots].tobytes() == np.asarray(y)[slots].tobytes()
 
     if not np.array_equal(one.position_BS, two.position_BS):

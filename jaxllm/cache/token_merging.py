@@ -91,18 +91,18 @@ def _group_tokens(
     """
     S, tail = cache.slots, cache.tail
     rank_S = jnp.arange(S, dtype=jnp.int32)[None]
-    there_BS = tail.position_BS >= 0
+    is_real_BS = tail.position_BS >= 0
     last_B1 = (cache.length_B - recent)[:, None]
-    old_BS = there_BS & (rank_S >= sinks) & (rank_S < last_B1) & ~tail.patched_BS
+    old_BS = is_real_BS & (rank_S >= sinks) & (rank_S < last_B1) & ~tail.patched_BS
     # Number the tokens of each run of old ones; drop the remainder that fills no group.
     before_BS = jax.lax.cummax(jnp.where(old_BS, -1, rank_S), axis=1)
     after_BS = jax.lax.cummin(jnp.where(old_BS, S, rank_S), axis=1, reverse=True)
     number_BS = rank_S - before_BS - 1
     old_BS = old_BS & (number_BS < (after_BS - before_BS - 1) // ratio * ratio)
-    begins_BS = there_BS & (~old_BS | (number_BS % ratio == 0))
+    begins_BS = is_real_BS & (~old_BS | (number_BS % ratio == 0))
     group_BS = jnp.cumsum(begins_BS, axis=1, dtype=jnp.int32) - 1
     size_BS = jnp.where(old_BS, ratio, 1).astype(jnp.int32)
-    return jnp.where(there_BS, group_BS, S), size_BS
+    return jnp.where(is_real_BS, group_BS, S), size_BS
 
 
 def _weights(group_BS: jax.Array, size_BS: jax.Array, mass_BS: jax.Array | None) -> jax.Array:

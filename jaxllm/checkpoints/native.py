@@ -274,8 +274,8 @@ def load_params(
             return made
 
         params = map_leaves(read, shapes)
-        for path, array, found in searched:
-            report_non_finite(path, array, found.result(), 0, complaints)
+        for path, array, count in searched:
+            report_non_finite(path, array, count.result(), 0, complaints)
             advance(array.nbytes)
     if complaints := list(
         dict.fromkeys(itertools.chain(*multihost.all_gather_objects(complaints)))

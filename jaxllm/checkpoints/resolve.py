@@ -39,8 +39,8 @@ def resolve_path(path: str | Path) -> Path:
         return demos[text]
     if text.startswith("hf:"):
         return _download(text[3:])
-    if path_exists(found := Path(path)):
-        return found
+    if path_exists(local := Path(path)):
+        return local
     named = not text.startswith(".") and (re.fullmatch(_REPO, text) or re.fullmatch(_FILE, text))
     hint = f" To download from the hub, write hf:{text}" if named else ""
     raise CheckpointError(f"{text:.200} is not a directory or file.{hint}")
@@ -63,8 +63,8 @@ def _download(text: str) -> Path:
             parts = _PART.sub(r"-*-of-\1.gguf", one["file"])
             return Path(snapshot_download(one["repo"], allow_patterns=[parts])) / one["file"]
         wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES, f"{ADDITIONAL_TEMPLATES}/*"]
-        found = Path(snapshot_download(text, allow_patterns=wanted))
-        if not any(found.glob("*.safetensors")):
+        folder = Path(snapshot_download(text, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")):
             snapshot_download(text, allow_patterns=["flax_model*.msgpack"])
     except Exception as error:  # network errors are long; one line is enough
         said = " ".join(str(error).split())
@@ -77,4 +77,4 @@ def _download(text: str) -> Path:
             f"hf:{text} could not be downloaded: {said} Without a network, copy the directory from"
             " a machine that has it (hf download) and load it by its path"
         ) from error
-    return found
+    return folder

@@ -168,8 +168,8 @@ class TensorStore:
         if (directory := self._local_directory) is None or not directory.is_dir():
             return []
         names = sorted(path.name for path in directory.iterdir())
-        ours = [n for n in names if n.startswith(self.prefix) and _PART.fullmatch(n)]
-        return [directory / name for name in ours]
+        parts = [n for n in names if n.startswith(self.prefix) and _PART.fullmatch(n)]
+        return [directory / name for name in parts]
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from jaxllm.cli.options import BatchSize, Model, NewFile, Stop, read_extra_optio
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.batch_inference.rows import Row
+    from jaxllm.batch_inference.rows import BatchRow
 
 EXAMPLE = """
 Examples:
@@ -71,14 +71,14 @@ def batch(
     job = BatchJob(task=task, options=options, batch_size=batch_size)
     content = read_stdin().encode() if file == "-" else None
 
-    def read() -> "Iterator[Row]":
+    def read() -> "Iterator[BatchRow]":
         from jaxllm.batch_inference.rows import parse_lines, read_rows
 
         if content is None:
             return read_rows(Path(file), field)
         return parse_lines(io.BytesIO(content), field)
 
-    def answer(rows: "Iterable[Row]") -> "Iterator[tuple[Row, dict[str, Any]]]":
+    def answer(rows: "Iterable[BatchRow]") -> "Iterator[tuple[BatchRow, dict[str, Any]]]":
         if ray is None:
             return answer_rows(loading.load(model), job, rows)
         from jaxllm.batch_inference.ray import answer_on_ray
@@ -91,9 +91,9 @@ def batch(
         answered, failed = run_job(job, read, answer, out, facts=facts, log=log)
     else:
         answered, failed = check_rows(read())[0], 0
-        for row, found in answer(read()):
-            write(format_answer(row.id, found))
-            failed += "error" in found
+        for row, reply in answer(read()):
+            write(format_answer(row.id, reply))
+            failed += "error" in reply
     log(
         f"{answered} answers{f' in {out}' if out else ''}, {failed} of them errors;"
         f" {time.perf_counter() - start:.1f} s"

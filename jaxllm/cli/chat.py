@@ -124,8 +124,8 @@ def _run_command(talk: "Conversation", line: str) -> str | None:
         rows = {f"{name} {what}".strip(): help for name, (what, help) in COMMANDS.items()}
         width = max(map(len, rows))
         return "\n".join([*(f"{row:<{width}}  {help}" for row, help in rows.items()), KEYS])
-    found: str = getattr(talk, name[1:])(*[text.strip()] * bool(argument))
-    return found
+    reply: str = getattr(talk, name[1:])(*[text.strip()] * bool(argument))
+    return reply
 
 
 def _read_lines() -> Iterator[str | int]:

@@ -28,8 +28,8 @@ def classify(
     from jaxllm.generation.heads import describe
 
     texts = read_texts(text, file)
-    for found in describe(loading.load(model).classify(texts, batch=batch)):
+    for result in describe(loading.load(model).classify(texts, batch=batch)):
         if as_json:
-            write_json(found)
+            write_json(result)
         else:
-            write(f"{found['label']} {max(found['scores']):.6g}\n")
+            write(f"{result['label']} {max(result['scores']):.6g}\n")

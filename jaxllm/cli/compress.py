@@ -143,9 +143,9 @@ class CalibrationOptions:
             text = document[1:] if document[:1] == begin else document  # begins with it once
             calibration = from_tokens(chunk_rows_after(begin, [np.array(text, np.int32)], cut))
         about: dict[str, Any] = {"kind": option.lstrip("-"), "file": name, "seed": self.seed}
-        found = dataclasses.replace(calibration, source={**calibration.source, **about})
-        found.check(lm.config)
-        return found
+        sourced = dataclasses.replace(calibration, source={**calibration.source, **about})
+        sourced.check(lm.config)
+        return sourced
 
     def sample_eval_rows(self, lm: "LM", maximum: int) -> list[list[int]]:
         """Sample as many evaluation rows as a recipe is calibrated on, at most `maximum`.
@@ -155,8 +155,8 @@ class CalibrationOptions:
         assert self.samples is not None
         rows = min(self.samples, max(1, maximum))
         seed = self.seed ^ 1  # another than calibration's
-        found: list[list[int]] = self._sample_rows(lm, rows, seed, True).token_NT.tolist()
-        return found
+        rows_NT: list[list[int]] = self._sample_rows(lm, rows, seed, True).token_NT.tolist()
+        return rows_NT
 
     def _row_length(self, lm: "LM") -> int:
         return min(512, lm.config.context_length) if self.length is None else self.length

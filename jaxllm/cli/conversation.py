@@ -119,11 +119,11 @@ class Conversation:
             self._apply_options(self.user_options | changed)
             return ""
         lines = [f"seed = {self.seed}"]
-        for name, found in self.options.items():
-            lines += [f"{name} = {', '.join(found) if name == 'edits' else json.dumps(found)}"]
-        for name, found in self.lm.generation.items():
+        for name, setting in self.options.items():
+            lines += [f"{name} = {', '.join(setting) if name == 'edits' else json.dumps(setting)}"]
+        for name, setting in self.lm.generation.items():
             if name in OPTIONS and OPTIONS[name].from_file and name not in self.options:
-                lines += [f"{name} = {json.dumps(found)} (generation_config.json)"]
+                lines += [f"{name} = {json.dumps(setting)} (generation_config.json)"]
         return "\n".join(lines)
 
     def save(self, name: str) -> str:

@@ -68,7 +68,7 @@ def doctor(as_json: AsJson = False, quick: bool = False) -> None:
 
 
 def examine(*, quick: bool = False) -> Iterator[Finding]:
-    """Yield what is found; quick: see `doctor`."""
+    """Yield the findings; quick: see `doctor`."""
     python = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
     yield Finding("python", python)
     yield Finding("jaxllm", f"{__version__} at {Path(__file__).parents[1]}")
@@ -83,8 +83,8 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
     size = f"{total / 1e9:,.1f} GB" if total else "of unknown size"
     yield Finding("memory", size + (f", read at {rate} GB/s by all threads" if rate else ""))
     yield from _check_folders()
-    found = {n: x for n, x in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT)}
-    shown = (f"{n}={'(hidden)' if _SECRET.search(n) else x}" for n, x in found.items())
+    variables = {n: x for n, x in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT)}
+    shown = (f"{n}={'(hidden)' if _SECRET.search(n) else x}" for n, x in variables.items())
     yield Finding("environment", ", ".join(shown) or "nothing is set")
 
 
@@ -108,17 +108,17 @@ def _check_packages() -> Iterator[Finding]:
 
     good, wrong = list[str](), dict[str, str]()  # wrong: complaint -> what to install
     for owner in ("jaxllm", "jax"):
-        needs = (ours.requires if (ours := _find(owner)) else None) or [owner]
+        needs = (metadata.requires if (metadata := _find(owner)) else None) or [owner]
         for need in map(Requirement, needs):
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
-            found, wanted = _find(need.name), f"{need.name}{need.specifier}"
-            if found is None:
+            package, wanted = _find(need.name), f"{need.name}{need.specifier}"
+            if package is None:
                 wrong[f"{need.name} is missing"] = f"'{wanted}'"
-            elif need.specifier.contains(found.version, prereleases=True):
-                good.append(f"{need.name} {found.version}")
+            elif need.specifier.contains(package.version, prereleases=True):
+                good.append(f"{need.name} {package.version}")
             else:
-                where = f"{need.name} in {found.locate_file('')} is {found.version}"
+                where = f"{need.name} in {package.locate_file('')} is {package.version}"
                 wrong[f"{where}, but {owner} requires {wanted}"] = f"'{wanted}'"
     remedy = f"{_INSTALL} {' '.join(dict.fromkeys(wrong.values()))}"
     if wrong:
@@ -126,9 +126,9 @@ def _check_packages() -> Iterator[Finding]:
     else:
         yield Finding("packages", ", ".join(sorted(set(good))))
     for name in ("jax", "jaxlib"):
-        found, spec = _find(name), importlib.util.find_spec(name)
+        package, spec = _find(name), importlib.util.find_spec(name)
         folder = Path((spec and spec.origin) or "").resolve().parent
-        if found and folder.parent != Path(str(found.locate_file(""))).resolve():
+        if package and folder.parent != Path(str(package.locate_file(""))).resolve():
             text = f"{name} is imported from {folder}, not as installed"
             remedy = f"remove {folder.parent} from PYTHONPATH, unless you want this {name}"
             yield Finding("packages", text, "warning", remedy)
@@ -196,8 +196,8 @@ def _check_kernels(stages: _Stages, quick: bool) -> Iterator[Finding]:
         on_cpu = stages["devices"].get("backend") == "cpu"
         yield Finding("kernels", text, "error" if on_cpu else "warning", _BUILD_AGAIN)
     else:
-        found = {name: stages.get(f"set {name}", {}) for name in facts["available"]}
-        wrong = {n: x.get("error") or "; ".join(x.get("problems", [])) for n, x in found.items()}
+        results = {name: stages.get(f"set {name}", {}) for name in facts["available"]}
+        wrong = {n: x.get("error") or "; ".join(x.get("problems", [])) for n, x in results.items()}
         right = [name for name, problem in wrong.items() if not problem]
         advice = f"JAXLLM_ISA={right[-1]}" if right else "JAXLLM_NATIVE=0"
         remedy = f"set {advice} in the environment, and report this: jaxllm doctor --json"

@@ -137,8 +137,8 @@ def adds_bos(lm: "LM") -> bool:
 
 def bos_id(lm: "LM") -> int:
     """Return the begin-of-text id of the tokenizer, or else of generation_config.json."""
-    found = lm.tokenizer.bos_id if lm.tokenizer else None
-    found = lm.generation.get("bos_token_id") if found is None else found
-    if not isinstance(found, int):
+    token = lm.tokenizer.bos_id if lm.tokenizer else None
+    token = lm.generation.get("bos_token_id") if token is None else token
+    if not isinstance(token, int):
         raise TokenError(f"{lm.path} has no begin-of-text token: give --bos none")
-    return found
+    return token

@@ -100,8 +100,8 @@ def export(
         log(f"{name} takes {', '.join(few)}, past_key_values.N.key and .value")
     write(f"weights.safetensors  {report['weights']:,} bytes\n")
     for name, difference in report.get("difference", {}).items():
-        found = f"{difference:.1e} of the largest logit ({lm.model.precision.activations})"
-        write(f"{name} differs from forward by {found}\n")
+        error = f"{difference:.1e} of the largest logit ({lm.model.precision.activations})"
+        write(f"{name} differs from forward by {error}\n")
 
 
 # The input signature that each word of --form selects.

@@ -42,11 +42,11 @@ class Flags:
 
     def gather(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the dataclass, or function, from the values of all flags."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for parameter, hint, inner in self.parts():
             made = values[parameter.name] if inner is None else inner.gather(values)
-            found[parameter.name] = hint(**made) if inner and hint is inner.kind else made
-        return found
+            fields[parameter.name] = hint(**made) if inner and hint is inner.kind else made
+        return fields
 
 
 def add_command(
@@ -69,9 +69,9 @@ def add_command(
         check(values)
         function(**flags.gather(values))
 
-    found = [] if listed else [*read_flags(flags)]
-    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    command.__annotations__ = {flag.name: flag.annotation for flag in found}
+    parameters = [] if listed else [*read_flags(flags)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {flag.name: flag.annotation for flag in parameters}
     app.command(function.__name__, help=split_docstring(function)[0], epilog=example)(command)
 
 

@@ -23,14 +23,14 @@ Examples:
   jaxllm lens demo:llama -p 'One day' --fit tuned --text @story.txt --save tuned.safetensors
 """
 CELL = 10  # characters of a token in the table
-Kind = Literal["tuned", "jacobian"]
+LensKind = Literal["tuned", "jacobian"]
 
 
 def lens(
     model: Model = "demo:llama",
     prompt: Annotated[str, typer.Option("--prompt", "-p")] = "Once upon a time",
     file: Annotated[Path | None, typer.Option("--lens", metavar="FILE")] = None,
-    fit: Kind | None = None,
+    fit: LensKind | None = None,
     text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
     window: Annotated[int, typer.Option(min=2)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 200,
@@ -100,7 +100,7 @@ def lens(
         log(f"wrote {plot}")
 
 
-def _fit_lens(lm: "LM", kind: Kind, text: str, window: int, steps: int) -> "Lens":
+def _fit_lens(lm: "LM", kind: LensKind, text: str, window: int, steps: int) -> "Lens":
     """Return a lens that is fitted to pieces of a text, and log how close it is to the model."""
     from jaxllm import inside
 

@@ -18,7 +18,7 @@ from jaxllm.runtime import multihost, signals
 from jaxllm.runtime.device_memory import describe_memory
 
 if TYPE_CHECKING:
-    from jaxllm.generation.options import Kind
+    from jaxllm.generation.options import Call
     from jaxllm.lm import LM
     from jaxllm.weights.precision import Precision
 
@@ -115,8 +115,8 @@ def check_folder(out: Path) -> Path:
     """Return an output path. Raises CheckpointError if its parent folder does not exist."""
 
     def complaint() -> str:
-        there = os.path.isdir(out.parent)
-        return "" if there else f"cannot write {out}: no such folder: {out.parent}"
+        exists = os.path.isdir(out.parent)
+        return "" if exists else f"cannot write {out}: no such folder: {out.parent}"
 
     if said := multihost.broadcast_from_zero(complaint):
         raise CheckpointError(said)
@@ -415,14 +415,14 @@ def split_numbers(
 ) -> list[V]:
     """Return comma-separated numbers. Raises ConfigError for fewer, or any other text."""
     with contextlib.suppress(ValueError):
-        found = [kind(part) for part in split_commas(text)]
-        if len(found) >= least:
-            return found
+        numbers = [kind(part) for part in split_commas(text)]
+        if len(numbers) >= least:
+            return numbers
     raise ConfigError(f"{option} must be numbers separated by commas, got {text!r:.60}")
 
 
 def read_options(
-    extra: list[str] | None, kind: "Kind" = "generate", **flags: Any
+    extra: list[str] | None, kind: "Call" = "generate", **flags: Any
 ) -> dict[str, Any]:
     """Return the given options of `LM.generate`, checked. top-k, top-p and min-p imply sampling.
 

@@ -67,7 +67,7 @@ def plan(
     query = PlanQuery(opened, precision, device, axes, batch, context, exact, microbatches)
     plans = [estimate_plan(query)] if devices is None else propose_meshes(query, devices, goal)
     if as_json:
-        found = [plan_to_dict(plan) for plan in plans]
-        return write_json(found[0] if devices is None else found)
+        records = [plan_to_dict(plan) for plan in plans]
+        return write_json(records[0] if devices is None else records)
     ranking = "" if devices is None else f"{format_ranking(plans)}\nthe first of them:\n\n"
     write(f"{ranking}{format_plan(plans[0])}")

@@ -173,7 +173,7 @@ def load_draft(loading: LoadingOptions, draft: str) -> Any:
 
 def parse_bytes(flag: str, text: str) -> int:
     """Return a number of bytes such as 4MiB. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+\.?\d*) *([a-zA-Z]*)", text)
-    if not found or found[2] not in UNITS:
+    match = re.fullmatch(r"(\d+\.?\d*) *([a-zA-Z]*)", text)
+    if not match or match[2] not in UNITS:
         raise ConfigError(f"{flag} must be a size such as 512MiB or 1GiB, got {text!r:.40}")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])

@@ -198,15 +198,15 @@ def parse_layers(text: str | None) -> list[int] | None:
     """Parse layer numbers like "0,4-7". Raises ConfigError for any other text."""
     if text is None:
         return None
-    found: list[int] = []
+    layers: list[int] = []
     for part in text.split(","):
         numbers = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
         if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
             raise ConfigError(
                 f"--layers-to-transform must be numbers or ranges, as in 0,4-7: got {text!r:.60}"
             )
-        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
-    return found
+        layers += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return layers
 
 
 def parse_patterns(

@@ -198,9 +198,9 @@ def _check_target(target: Path, options: Options, result: str | None) -> None:
     """Raise CheckpointError or ConfigError if OUT or another output cannot be written."""
     from jaxllm.files import check_vacant, path_exists
 
-    parts, there = parts_dir(target), target if result is None else target / result
+    parts, result_path = parts_dir(target), target if result is None else target / result
     facts = multihost.broadcast_from_zero(
-        lambda: f"{int(path_exists(parts))}{int(path_exists(there))}"
+        lambda: f"{int(path_exists(parts))}{int(path_exists(result_path))}"
     )
     has_state, has_result = (letter == "1" for letter in facts)
     if options.resume and not has_state:

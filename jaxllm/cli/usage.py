@@ -56,10 +56,10 @@ def _suggest_option(option: str, params: list[Any]) -> str:
     from jaxllm.generation.option_table import ALIASES, OPTIONS
 
     name = option.lstrip("-").replace("-", "_")
-    ours = ALIASES.get(name, name)
-    if (flag := f"--{ours.replace('_', '-')}") in flags:
+    known = ALIASES.get(name, name)
+    if (flag := f"--{known.replace('_', '-')}") in flags:
         return f": use {flag}"
-    return f": use -o {ours}=VALUE" if ours in OPTIONS else ""
+    return f": use -o {known}=VALUE" if known in OPTIONS else ""
 
 
 def _describe_value(error: typer.BadParameter) -> str:

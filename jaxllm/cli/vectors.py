@@ -58,9 +58,9 @@ def vectors(
     lm = loading.load(model)
     from jaxllm.evaluate.parity.activations import JaxBackend
 
-    ours = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
+    backend = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
     if action == "check":
-        _check(ours, directory, tolerance, other_weights, as_json)
+        _check(backend, directory, tolerance, other_weights, as_json)
         return
     from jaxllm.evaluate.parity.golden import make
 
@@ -70,26 +70,26 @@ def vectors(
         else [[1, 2, 3, 4, 5], [6, 7, 8]]
     )
     if source == "jaxllm":
-        make(directory, ours, texts, new_tokens=new_tokens)
+        make(directory, backend, texts, new_tokens=new_tokens)
     else:
         from jaxllm.evaluate.parity.activations import on_process_zero
         from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
         from jaxllm.evaluate.verify import transformers_directory
 
         with transformers_directory(model, lm, loading.dtype) as hf:
-            theirs = on_process_zero(lambda: TransformersBackend.load(hf, loading.dtype))
-            make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
+            reference = on_process_zero(lambda: TransformersBackend.load(hf, loading.dtype))
+            make(directory, backend, texts, new_tokens=new_tokens, source=reference)
     log(f"wrote {directory}")
 
 
 def _check(
-    ours: "JaxBackend", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
+    side: "JaxBackend", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
 ) -> None:
     from jaxllm.evaluate.parity.compare import Tolerance, to_json
     from jaxllm.evaluate.parity.golden import check, read
 
     bound = None if tolerance is None else Tolerance(tolerance)
-    checked = check(read(directory), ours, tolerance=bound)
+    checked = check(read(directory), side, tolerance=bound)
     holds = checked.numbers_hold if other_weights else checked.holds
     if as_json:
         cases = {name: to_json(report) for name, report in checked.reports.items()}
@@ -100,8 +100,8 @@ def _check(
         for name, report in checked.reports.items():
             stages = f"{len(report.stages)} stages hold"
             if first := report.first:
-                found = f"{first.beyond:,} of {first.count:,} numbers"
-                stages = f"first to differ: {first.name} ({found})"
+                numbers = f"{first.beyond:,} of {first.count:,} numbers"
+                stages = f"first to differ: {first.name} ({numbers})"
             greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
             worst = max(d.relative_max for d in report.differences)
             write(f"{name}: {stages}, {greedy}; largest relative error {worst:.1e}\n")

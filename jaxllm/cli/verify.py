@@ -87,18 +87,18 @@ def verify(
 def _verify_invariance(
     loading: ReferenceWeightOptions, model: str, length: int, new_tokens: int, as_json: bool
 ) -> None:
-    from jaxllm.evaluate.invariance import Finding, check_invariance
+    from jaxllm.evaluate.invariance import Comparison, check_invariance
 
-    def show(finding: Finding) -> None:
-        result = f"{finding.stage} differs by {finding.error:.1e}" if finding.stage else "same bits"
+    def show(comparison: Comparison) -> None:
+        result = f"{comparison.stage} differs by {comparison.error:.1e}" if comparison.stage else "same bits"
         if not as_json:
-            write(f"{finding.way:<30}{result}\n")
+            write(f"{comparison.way:<30}{result}\n")
 
     load = partial(loading.load, model, show_progress=False, invariant=True)
     workers = load if loading.mesh is None else None
     report = check_invariance(load(), length=length, new_tokens=new_tokens, load=workers, show=show)
     if as_json:
-        write_json([finding._asdict() for finding in report.findings])
+        write_json([comparison._asdict() for comparison in report.comparisons])
     if not report.promised:
         log("equal bits are not promised for this model here (docs/guarantees.md)")
     if not report.holds:

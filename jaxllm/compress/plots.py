@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from jaxllm.compress.report import ORIGINAL, Row
+from jaxllm.compress.report import ORIGINAL, ReportRow
 from jaxllm.errors import ConfigError
 from jaxllm.files.plots import check_plot, save_figure
 
@@ -19,7 +19,7 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return front
 
 
-def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
+def plot(runs: Mapping[str, Sequence[ReportRow]], path: Path, title: str) -> None:
     """Write a PNG file: mean KL divergence (log scale) against bytes, with the Pareto front.
 
     Each run is a line through its steps. Points are labelled with their step; of several runs, only
@@ -71,7 +71,7 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     save_figure(figure, path)
 
 
-def _measured_points(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+def _measured_points(rows: Sequence[ReportRow]) -> list[tuple[str, float, float]]:
     """Return (step, MB, mean KL) of the rows with both; the original's KL is exactly zero."""
     return [
         (row.step, row.bytes / 1e6, 0.0 if row.step == ORIGINAL else row.kl)

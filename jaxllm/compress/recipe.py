@@ -95,7 +95,7 @@ class Argument(NamedTuple):
     check: Callable[[str], Any]
 
 
-class Step(NamedTuple):
+class StepSpec(NamedTuple):
     """A row of the table: a method, and how its lines are parsed.
 
     method: "" if the verb has a single method. run: returns the new model. argument: None if it
@@ -131,7 +131,7 @@ class Step(NamedTuple):
 class RecipeStep:
     """A parsed line of a recipe. argument: "" if there is none."""
 
-    step: Step
+    step: StepSpec
     argument: str
     options: Any
 
@@ -147,12 +147,12 @@ class RecipeStep:
 Recipe = tuple[RecipeStep, ...]
 
 
-def read_recipe(path: Path, table: Sequence[Step]) -> Recipe:
+def read_recipe(path: Path, table: Sequence[StepSpec]) -> Recipe:
     """Read a recipe from a file: one step a line, `#` starts a comment. See `parse_lines`."""
     return parse_lines(split_lines(read_text(path)), table, str(path))
 
 
-def parse_lines(lines: Iterable[str], table: Sequence[Step], where: str = "the recipe") -> Recipe:
+def parse_lines(lines: Iterable[str], table: Sequence[StepSpec], where: str = "the recipe") -> Recipe:
     """Parse the lines of a recipe; skips blank lines and comments.
 
     Raises ConfigError if there is no step, and for a line with a syntax error, an unknown method,
@@ -167,7 +167,7 @@ def parse_lines(lines: Iterable[str], table: Sequence[Step], where: str = "the r
     return tuple(read)
 
 
-def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> RecipeStep:
+def parse_line(text: str, table: Sequence[StepSpec], where: str = "the step") -> RecipeStep:
     """Parse one line. Raises ConfigError as `parse_lines` does."""
     verb, colon, rest = text.partition(":")
     words = rest.split()
@@ -251,7 +251,7 @@ def match_paths(shapes: Shapes, rule: str, where: str) -> list[str]:
     return paths
 
 
-def _find_method(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
+def _find_method(verb: str, method: str, table: Sequence[StepSpec], where: str) -> StepSpec:
     methods = {step.method: step for step in table if step.verb == verb}
     if not methods:
         verbs = list(dict.fromkeys(step.verb for step in table))
@@ -270,7 +270,7 @@ def _find_method(verb: str, method: str, table: Sequence[Step], where: str) -> S
     return methods[method]
 
 
-def _options(step: Step, words: Sequence[str]) -> Any:
+def _options(step: StepSpec, words: Sequence[str]) -> Any:
     """Parse a line's options. Raises ConfigError for an unknown, repeated or invalid option."""
     fields = {field.name: field for field in msgspec.structs.fields(step.options)}
     given: dict[str, str] = {}

@@ -14,9 +14,9 @@ from jaxllm.compress.methods import (
     structured_pruning,
     wanda,
 )
-from jaxllm.compress.recipe import Step
+from jaxllm.compress.recipe import StepSpec
 
-STEPS: tuple[Step, ...] = (
+STEPS: tuple[StepSpec, ...] = (
     rtn.STEP,
     gptq.STEP,
     awq.STEP,

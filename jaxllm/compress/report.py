@@ -30,7 +30,7 @@ DECODED_TOKENS = 16  # tokens per timed decoding
 REPETITIONS = 5
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReportRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measurements of a model after a step, compared with the original; None if not measured.
 
     bytes: size of the parameters. kl: mean KL divergence from the original in nats per token;
@@ -67,17 +67,17 @@ class StepEvaluator:
     speed: bool = True
     show_progress: bool | None = None
 
-    def original_row(self, journal: TensorStore) -> Row:
+    def original_row(self, journal: TensorStore) -> ReportRow:
         """Return the row of the original itself. journal: from `compress.pipeline.make_store`."""
         return self._load_or_measure(
             ORIGINAL, initial_state(self.original), None, journal.child("0")
         )
 
-    def step_row(self, result: StepResult) -> Row:
+    def step_row(self, result: StepResult) -> ReportRow:
         """Return the row of a step; an earlier run's measurements on the same data are reused."""
         return self._load_or_measure(str(result.line), result.state, result.seconds, result.store)
 
-    def measure(self, step: str, state: ModelState, seconds: float | None = None) -> Row:
+    def measure(self, step: str, state: ModelState, seconds: float | None = None) -> ReportRow:
         """Measure a model. Raises what `divergence` raises.
 
         Memory: the float32 logits `[B, T, V]` of a batch, twice.
@@ -85,17 +85,17 @@ class StepEvaluator:
         size = sum(int(as_weight(leaf).nbytes) for _, leaf in flatten(state.params))
         quality = {} if self.loader is None else self._quality(state, self.loader)
         speed = tokens_per_second(self.original, state) if self.speed else None
-        return Row(step=step, bytes=size, seconds=seconds, tokens_per_second=speed, **quality)
+        return ReportRow(step=step, bytes=size, seconds=seconds, tokens_per_second=speed, **quality)
 
     def _load_or_measure(
         self, step: str, state: ModelState | None, seconds: float | None, journal: TensorStore
-    ) -> Row:
+    ) -> ReportRow:
         data = "" if self.loader is None else self.loader.digest
         stored_row = journal.child("row", data, str(self.speed))
         if (stored := stored_row.get_with_facts("numbers")) is not None:
-            return msgspec.convert(stored[1], Row)
+            return msgspec.convert(stored[1], ReportRow)
         if state is None:  # measured on other data, and the model is no longer available
-            return Row(step=step, seconds=seconds)
+            return ReportRow(step=step, seconds=seconds)
         row = self.measure(step, state, seconds)
         stored_row.put("numbers", {}, msgspec.to_builtins(row))
         return row
@@ -139,7 +139,7 @@ def tokens_per_second(lm: LM, state: ModelState) -> float:
     return count / statistics.median(bench.time_run(run) for _ in range(REPETITIONS))
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[ReportRow], str]], ...] = (
     ("MB", lambda r: _format_value(r.bytes and r.bytes / 1e6, ".2f")),
     ("perplexity", lambda r: _format_value(r.perplexity, ".4f")),
     ("ratio", lambda r: _format_value(r.ratio, ".4f")),
@@ -151,7 +151,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def as_table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[ReportRow]) -> str:
     """Format rows as a text table; "-" marks what was not measured."""
     lines = [["step", *(name for name, _ in COLUMNS)]]
     lines += [[row.step, *(show(row) for _, show in COLUMNS)] for row in rows]
@@ -162,22 +162,22 @@ def as_table(rows: Sequence[Row]) -> str:
     )
 
 
-def summarize(row: Row) -> str:
+def summarize(row: ReportRow) -> str:
     """Summarize a row in one line."""
     shown = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
     return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in shown if value != "-")
 
 
-def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+def as_json(rows: Sequence[ReportRow], about: Mapping[str, Any]) -> str:
     """Return a JSON object of `about` (what was measured, and how) and the rows."""
     report = {**about, "rows": [msgspec.to_builtins(row) for row in rows]}
     return json.dumps(finite_json(report), indent=2) + "\n"
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[ReportRow]:
     """Read the rows of a report by `as_json`. Raises CheckpointError if it is invalid."""
     report = as_schema(read_json(path), dict[str, Any], str(path))
-    rows: list[Row] = as_schema(report.get("rows"), list[Row], f"{path}: rows")
+    rows: list[ReportRow] = as_schema(report.get("rows"), list[ReportRow], f"{path}: rows")
     return rows
 
 

@@ -17,7 +17,7 @@ from jaxllm.compress.methods.layer_pruning import (
     cut_layers,
     keep_most_influential,
 )
-from jaxllm.compress.methods.parameter_groups import Kind, group_count
+from jaxllm.compress.methods.parameter_groups import Groups, group_count
 from jaxllm.compress.methods.salience import (
     SALIENCES,
     Salience,
@@ -84,7 +84,7 @@ def check_student(config: ModelConfig, size: StudentSize) -> None:
     """Raise ConfigError for numbers of layers, heads or channels that a student cannot keep."""
     if size.layers is not None:
         select_even_layers(config.num_hidden_layers, size.layers)
-    kinds: tuple[tuple[Kind, int | None], ...]
+    kinds: tuple[tuple[Groups, int | None], ...]
     kinds = (("heads", size.heads), ("channels", size.channels))
     for kind, count in kinds:
         if count is not None:
@@ -113,7 +113,7 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
             measured = block_influence(teacher.model, params, rows)
             kept = keep_most_influential(measured, total - size.layers, 0, 0)
         config, params = cut_layers(config, params, kept)
-    kinds: tuple[tuple[Kind, int | None], ...]
+    kinds: tuple[tuple[Groups, int | None], ...]
     kinds = (("heads", size.heads), ("channels", size.channels))
     for kind, count in kinds:
         if count is None:

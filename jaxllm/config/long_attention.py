@@ -67,28 +67,28 @@ class LongAttention:
         w, r = self.segment_lengths or (), self.dilated_ratios or ()
         if len(w) != len(r):
             return [f"segment_lengths and dilated_ratios differ in length: {len(w)} and {len(r)}"]
-        found = [
+        problems = [
             f"dilated ratio {ratio} exceeds its segment length {length}: some heads would attend to"
             " no token"
             for length, ratio in self.pairs
             if ratio > length
         ]
         if self.by == "layers":
-            return found
-        found += [
+            return problems
+        problems += [
             f"segment length {b} must be a multiple of {a}, or segments would cross its boundaries"
             for a, b in itertools.pairwise(w)
             if a < b and b % a
         ]
         for name, numbers in (("segment_lengths", w), ("dilated_ratios", r)):
             if any(a >= b for a, b in itertools.pairwise(numbers)):
-                found.append(f"{name} must be strictly increasing, got {list(numbers)}")
+                problems.append(f"{name} must be strictly increasing, got {list(numbers)}")
         if 1 not in r:
-            found.append(
+            problems.append(
                 f"dilated_ratios must include 1, got {list(r)}: some tokens would see nothing."
                 " Begin with a pair (w, 1)"
             )
-        return found
+        return problems
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

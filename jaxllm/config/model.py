@@ -174,23 +174,23 @@ class Rope:
 
     def complaints(self, head_dim: int) -> list[str]:
         """Return what is invalid for heads of that size."""
-        width, found = self.rotary_dim(head_dim), list[str]()
+        width, problems = self.rotary_dim(head_dim), list[str]()
         if self.partial_rotary_factor is None and head_dim % 2:
-            found.append(f"head_dim must be even for rotary positions, got {head_dim}")
+            problems.append(f"head_dim must be even for rotary positions, got {head_dim}")
         elif width < 2 or width % 2:
-            found.append(
+            problems.append(
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} rotates"
                 f" {width} dimensions; expected an even number of at least 2"
             )
         if self.rope_type == "dynamic" and width == 2:
-            found.append("dynamic rotary scaling requires more than 2 rotated dimensions")
+            problems.append("dynamic rotary scaling requires more than 2 rotated dimensions")
         lists = {n: getattr(self, n) for n in ("short_factor", "long_factor", "divisors")}
-        found += [
+        problems += [
             f"{name} has {len(given)} entries, expected {width // 2} for {width} rotated dimensions"
             for name, given in lists.items()
             if given is not None and len(given) != width // 2
         ]
-        return found
+        return problems
 
 
 ProblemType = Literal[
@@ -300,8 +300,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Distinct rotary settings of the layers."""
-        found = (self.layer_rope(i) for i in range(self.num_hidden_layers))
-        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+        by_layer = (self.layer_rope(i) for i in range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(rope for rope in by_layer if rope is not None))
 
     @property
     def rope_depends_on_length(self) -> bool:

@@ -31,7 +31,7 @@ READ = ("embed", "blocks.*.resid_mid", "blocks.*.resid_post", "final_norm")
 Stages = dict[str, np.ndarray]  # activations `[T, D]` of one text, in the order of computation
 
 
-class Finding(NamedTuple):
+class Comparison(NamedTuple):
     """One way of running a text. stage: the first that differs, "" if none does; error: by how much
     at most there.
     """
@@ -45,12 +45,12 @@ class Finding(NamedTuple):
 class InvarianceReport:
     """What `check_invariance` found. promised: whether the model promises equal bits."""
 
-    findings: tuple[Finding, ...]
+    comparisons: tuple[Comparison, ...]
     promised: bool
 
     @property
     def holds(self) -> bool:
-        return not any(finding.stage for finding in self.findings)
+        return not any(comparison.stage for comparison in self.comparisons)
 
 
 def check_invariance(
@@ -58,10 +58,10 @@ def check_invariance(
     *,
     length: int = 80,
     new_tokens: int = 24,
-    show: Callable[[Finding], None] = print,
+    show: Callable[[Comparison], None] = print,
     load: Callable[[], LM] | None = None,
 ) -> InvarianceReport:
-    """Run a random text in many ways, and compare all bits; `show` receives each finding at once.
+    """Run a random text in many ways, and compare all bits; `show` receives each comparison at once.
 
     Args:
         length: Tokens of the text; its continuation has `new_tokens`.
@@ -71,19 +71,19 @@ def check_invariance(
     rng = np.random.default_rng(0)
     text_T = rng.integers(3, lm.config.vocab_size, length).astype(np.int32)
     others_RT = rng.integers(3, lm.config.vocab_size, (32, length)).astype(np.int32)
-    findings = []
-    for finding in itertools.chain(
+    comparisons = []
+    for comparison in itertools.chain(
         _compare_passes(lm, text_T, others_RT),
         _compare_texts(lm, text_T, others_RT, new_tokens),
         _compare_grammars(lm, text_T, new_tokens),
         () if load is None else _compare_process(lm, load, text_T, new_tokens),
     ):
-        show(finding)
-        findings.append(finding)
-    return InvarianceReport(tuple(findings), has_invariant_rows(lm.model, lm.params))
+        show(comparison)
+        comparisons.append(comparison)
+    return InvarianceReport(tuple(comparisons), has_invariant_rows(lm.model, lm.params))
 
 
-def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterator[Finding]:
+def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterator[Comparison]:
     """Compare activations and logits of the text in differently cut and padded passes."""
     T = text_T.size
     alone, row = text_T[None], np.arange(T)[None]
@@ -91,16 +91,16 @@ def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterat
     for rows in (2, 3, 4, 8, 16, 32):
         batch_BT = others_RT[:rows].copy()
         batch_BT[rows // 2] = text_T
-        found = _run(lm, batch_BT, np.tile(row, (rows, 1)), rows // 2, [T], None)
-        yield _compare(f"one of {rows} rows", whole, found)
+        stages = _run(lm, batch_BT, np.tile(row, (rows, 1)), rows // 2, [T], None)
+        yield _compare(f"one of {rows} rows", whole, stages)
     for chunk in (1, 2, 7, 16, 64):
         sizes = [chunk] * (T // chunk) + [T % chunk] * (T % chunk > 0)
         yield _compare(f"chunks of {chunk}", whole, _run(lm, alone, row, 0, sizes, T))
     for name, pad in (("left", (9, 0)), ("right", (0, 9))):
         padded_BT = np.pad(alone, ((0, 0), pad))
         position_BT = np.pad(row, ((0, 0), pad), constant_values=-1)
-        found = _run(lm, padded_BT, position_BT, 0, [T + 9], None)
-        yield _compare(f"padding on the {name}", whole, found)
+        stages = _run(lm, padded_BT, position_BT, 0, [T + 9], None)
+        yield _compare(f"padding on the {name}", whole, stages)
     yield _compare(
         "a cache of 4 times the size", whole, _run(lm, alone, row, 0, [16, T - 16], 4 * T)
     )
@@ -170,17 +170,17 @@ def _run_piece(
     return stages, None if cache is None else commit(cache, out.delta)
 
 
-def _compare(way: str, whole: Stages, found: Stages) -> Finding:
+def _compare(way: str, whole: Stages, other: Stages) -> Comparison:
     for name, wanted in whole.items():
-        if wanted.tobytes() != found[name].tobytes():
-            error = np.abs(wanted.astype(np.float64) - found[name].astype(np.float64)).max()
-            return Finding(way, name, float(error))
-    return Finding(way)
+        if wanted.tobytes() != other[name].tobytes():
+            error = np.abs(wanted.astype(np.float64) - other[name].astype(np.float64)).max()
+            return Comparison(way, name, float(error))
+    return Comparison(way)
 
 
 def _compare_texts(
     lm: LM, text_T: np.ndarray, others_RT: np.ndarray, new_tokens: int
-) -> Iterator[Finding]:
+) -> Iterator[Comparison]:
     """Compare a sampled continuation and its log-probabilities, drawn in other company."""
     options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "top_p": 0.95, "seed": 7}
     prompt, others = text_T.tolist(), others_RT.tolist()
@@ -209,7 +209,7 @@ def _compare_texts(
         yield _compare_text("served with speculation", wanted, dict(drafted)["it"])
 
 
-def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[Finding]:
+def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[Comparison]:
     """Compare a text with a grammar: forced tokens run one by one, in one pass, and in serve."""
     if lm.tokenizer is None or find_spec("llguidance") is None:
         return
@@ -226,16 +226,16 @@ def _compare_grammars(lm: LM, text_T: np.ndarray, new_tokens: int) -> Iterator[F
 
 def _compare_process(
     lm: LM, load: Callable[[], LM], text_T: np.ndarray, new_tokens: int
-) -> Iterator[Finding]:
+) -> Iterator[Comparison]:
     """Compare a continuation and log-probabilities with those of a process with one thread."""
     options: Any = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": 7}
     arguments = text_T.tolist(), options
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _use_one_thread) as pool:
-        found, found_T = pool.submit(_load_and_answer, load, *arguments).result()
+        other, other_T = pool.submit(_load_and_answer, load, *arguments).result()
     wanted, wanted_T = _answer(lm, *arguments)
-    yield _compare_text("another process", wanted, found)
+    yield _compare_text("another process", wanted, other)
     name = "log-probabilities"
-    yield _compare("scored by another process", {name: wanted_T}, {name: found_T})
+    yield _compare("scored by another process", {name: wanted_T}, {name: other_T})
 
 
 def _use_one_thread() -> None:
@@ -250,10 +250,10 @@ def _answer(lm: LM, prompt: list[int], options: Any) -> tuple[Completion, np.nda
     return lm.generate(prompt, **options), lm.log_probs(prompt)
 
 
-def _compare_text(way: str, wanted: Any, found: Any, logprobs: bool = True) -> Finding:
-    if wanted.tokens != found.tokens:
-        return Finding(way, "text", float("nan"))
-    if logprobs and wanted.logprobs != found.logprobs:
-        error = max(abs(a - b) for a, b in zip(wanted.logprobs, found.logprobs, strict=True))
-        return Finding(way, "log-probabilities", error)
-    return Finding(way)
+def _compare_text(way: str, wanted: Any, other: Any, logprobs: bool = True) -> Comparison:
+    if wanted.tokens != other.tokens:
+        return Comparison(way, "text", float("nan"))
+    if logprobs and wanted.logprobs != other.logprobs:
+        error = max(abs(a - b) for a, b in zip(wanted.logprobs, other.logprobs, strict=True))
+        return Comparison(way, "log-probabilities", error)
+    return Comparison(way)

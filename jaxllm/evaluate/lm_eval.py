@@ -96,9 +96,9 @@ class JaxLM:
     @property
     def prefix_token_id(self) -> int:
         """Token that a text without context is conditioned on."""
-        for found in (self._prefix, self.tokenizer.bos_id, self.tokenizer.eos_id):
-            if found is not None:
-                return int(found)
+        for token in (self._prefix, self.tokenizer.bos_id, self.tokenizer.eos_id):
+            if token is not None:
+                return int(token)
         raise TokenError(f"{self.lm.path} has neither bos nor eos token. Set prefix_token_id")
 
     def loglikelihood(
@@ -199,9 +199,9 @@ class JaxLM:
             return text
         final = chat_history[-1]["content"]
         for spelled in (final, final.strip()):
-            before, found, _ = text.rpartition(spelled)
-            if found:
-                return before + found
+            before, match, _ = text.rpartition(spelled)
+            if match:
+                return before + match
         raise TemplateError("the chat template does not render the message to continue verbatim")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -13,7 +13,7 @@ from jaxllm.checkpoints.native import HF_FORMAT, with_params
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.parity import compare
-from jaxllm.evaluate.parity.activations import Backend, JaxBackend, example_case, on_process_zero
+from jaxllm.evaluate.parity.activations import ParityBackend, JaxBackend, example_case, on_process_zero
 from jaxllm.lm import LM, load
 from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.runtime import signals
@@ -80,10 +80,10 @@ def verify(
     ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
     case = example_case(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)
-    ours = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
+    backend = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
     with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, exact):
         return compare.verify(
-            ours,
+            backend,
             other,
             case,
             new_tokens=new_tokens,
@@ -103,18 +103,18 @@ def _open_backends(
 
         dtype = dtype or plain
         with transformers_directory(files, lm, plain) as directory:
-            theirs, exact = (
+            hf, exact = (
                 on_process_zero(partial(TransformersBackend.load, directory, d)) if d else None
                 for d in (dtype, None if dtype == "float32" else "float32")
             )
-            yield theirs, exact
+            yield hf, exact
     elif isinstance(reference, LM):
         yield JaxBackend(f"{reference.path}", reference.model, reference.params), None
     else:
         yield on_process_zero(partial(_load_other, reference, dtype or "float32")), None
 
 
-def _load_other(reference: str | Path, dtype: str) -> Backend:
+def _load_other(reference: str | Path, dtype: str) -> ParityBackend:
     """Load another checkpoint, on one device."""
     other = load(reference, dtype=dtype)
     return JaxBackend(f"{reference} ({dtype})", other.model, other.params)

@@ -156,8 +156,8 @@ def compare_logits(model: Model, params: Params, directory: str | Path) -> dict[
         width = step.inputs["slots"].shape[1]
         kinds: dict[str, Any] = {"rotary": form.rotary, "mask": form.mask}
         runner = FixedShapeRunner(model, params, width, width + m["capacity"], step=step, **kinds)
-        ours = runner(**inputs).logits
-        errors[name] = float(np.abs(ours - expected).max() / max(1.0, np.abs(expected).max()))
+        logits = runner(**inputs).logits
+        errors[name] = float(np.abs(logits - expected).max() / max(1.0, np.abs(expected).max()))
     return errors
 
 

@@ -325,9 +325,9 @@ def _pad_ids(rows: Sequence[Any], padding: str) -> tuple[np.ndarray, np.ndarray]
     ]
     if not lists:
         raise TokenError("the input has no rows")
-    left, there = padding == "left", [[1] * len(ids) for ids in lists]
+    left, masks = padding == "left", [[1] * len(ids) for ids in lists]
     # int64, because ids have not been checked against the vocabulary yet.
-    return pad_rows(lists, left=left, dtype=np.int64), pad_rows(there, left=left, dtype=bool)
+    return pad_rows(lists, left=left, dtype=np.int64), pad_rows(masks, left=left, dtype=bool)
 
 
 def _raise_empty_row(row: int) -> np.ndarray:

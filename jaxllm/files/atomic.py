@@ -82,14 +82,14 @@ def atomic_directory(directory: Path, last_file: str = "config.json") -> Iterato
         return
     target = Path(os.path.realpath(directory))
     with _convert_os_errors(directory):
-        there = target.is_dir()
+        is_folder = target.is_dir()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Inside an existing directory: its parent may be another file system.
-        partial = _partial_path(target / target.name if there else target)
+        partial = _partial_path(target / target.name if is_folder else target)
         remove_partials(partial.parent)
         with signals.cleanup_on_exit(partial, directory), _temporary_directory(partial):
             yield partial
-            if not there:
+            if not is_folder:
                 os.replace(partial, target)
                 return
             for file in sorted(partial.iterdir(), key=lambda file: file.name == last_file):

@@ -82,14 +82,14 @@ class JsonLog:
             first = file.readline(_MAX_LINE_BYTES)
             if header.startswith(first) and first != header:
                 return  # empty, or a kill has cut off the header
-            found = _parse_line(first)
-            if not isinstance(found, dict) or not isinstance(found.get("facts"), dict):
+            head = _parse_line(first)
+            if not isinstance(head, dict) or not isinstance(head.get("facts"), dict):
                 raise CheckpointError(
                     f"{self.path}, line 1: this is not a journal, or it is damaged: remove it, or"
                     " name another file"
                 )
-            JOURNAL.check(found, self.path)
-            check_facts(self.path, found["facts"], json.loads(json.dumps(facts)))
+            JOURNAL.check(head, self.path)
+            check_facts(self.path, head["facts"], json.loads(json.dumps(facts)))
             self._ends.append(len(first))
             while (line := file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):
                 self._ends.append(self._ends[-1] + len(line))

@@ -18,12 +18,12 @@ _READ_ONLY = re.compile(
 
 def machine_memory() -> int | None:
     """Return the memory in bytes that this process may use, or None if unknown."""
-    found = []
+    limits = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-        found.append(int(_CGROUP.read_text(encoding="ascii")))
-    return min(found, default=None)
+        limits.append(int(_CGROUP.read_text(encoding="ascii")))
+    return min(limits, default=None)
 
 
 def check_memory(nbytes: int, what: str, error: type[JaxllmError] = CapacityError) -> None:
@@ -44,8 +44,8 @@ def release_pages(begin: int, end: int) -> None:
     with contextlib.suppress(OSError, UnicodeError):
         page = mmap.PAGESIZE
         first, last = -(-begin // page) * page, end // page * page  # only whole pages
-        for found in _READ_ONLY.finditer(_MAPS.read_text()):
-            if int(found[1], 16) <= first < last <= int(found[2], 16):
+        for match in _READ_ONLY.finditer(_MAPS.read_text()):
+            if int(match[1], 16) <= first < last <= int(match[2], 16):
                 advise = ctypes.CDLL(None).madvise
                 advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
                 advise(first, last - first, mmap.MADV_DONTNEED)

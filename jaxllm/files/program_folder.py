@@ -25,12 +25,12 @@ def find_folder_problem(folder: Path) -> str:
     """Create a folder; return why it is unsafe or unusable for programs, or ""."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
+        status, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
     except OSError as error:
         return error.strerror or str(error)
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         return "another user may write there"
-    if any(f.st_uid != found.st_uid or not _is_plain(f.st_mode) for f in files):
+    if any(f.st_uid != status.st_uid or not _is_plain(f.st_mode) for f in files):
         return "it holds something other than files and folders of this user"
     return "" if os.access(folder, os.W_OK) else "it is not writable"
 

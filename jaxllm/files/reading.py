@@ -34,12 +34,12 @@ def regular_size(path: Path) -> int:
         CheckpointError: it is not a regular file (opening a FIFO would hang), or cannot be read.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise CheckpointError(f"cannot read {path}: {_error_reason(error)}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def open_regular(path: Path) -> io.BufferedReader:

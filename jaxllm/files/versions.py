@@ -41,24 +41,24 @@ class FileKind:
         """The mark in a safetensors file, where all metadata must be strings."""
         return {name: str(value) for name, value in self.mark.items()}
 
-    def check(self, found: Mapping[str, Any], where: str | Path) -> int:
+    def check(self, header: Mapping[str, Any], where: str | Path) -> int:
         """Return the version in the mark of a file.
 
         Args:
-            found: `format` and `version` as the file has them, among other fields.
+            header: `format` and `version` as the file has them, among other fields.
             where: The file, for messages.
 
         Raises:
             NewerFileError: A later jaxllm wrote the file.
             CheckpointError: It is of another kind, of a version that is too old, or has no version.
         """
-        if found.get("format") != self.format:
+        if header.get("format") != self.format:
             if self.unmarked:
                 return 1
             raise CheckpointError(
-                f"{where} has format {found.get('format')!r:.40}, expected {self.format!r}"
+                f"{where} has format {header.get('format')!r:.40}, expected {self.format!r}"
             )
-        version = found.get("version")
+        version = header.get("version")
         if isinstance(version, str) and version.isdecimal() and len(version) < 10:
             version = int(version)
         if type(version) is not int or version < 1:

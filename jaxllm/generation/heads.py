@@ -148,15 +148,15 @@ def _cosines(
     return cosine_N
 
 
-def describe(found: Classification) -> list[dict[str, Any]]:
+def describe(scored: Classification) -> list[dict[str, Any]]:
     """Return each text's best label, and the scores and logits in the order of the labels."""
     return [
         {
-            "label": found.labels[int(score_L.argmax())],
+            "label": scored.labels[int(score_L.argmax())],
             "scores": shortest_floats(score_L),
             "logits": shortest_floats(logit_L),
         }
-        for score_L, logit_L in zip(found.scores, found.logits, strict=True)
+        for score_L, logit_L in zip(scored.scores, scored.logits, strict=True)
     ]
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxllm.steps import EditMap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
+Call = Literal["generate", "stream", "serve"]  # the methods of LM that take options
 OverflowName = Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
 MAX_TOKENS = 1 << 30  # positions are int32
 MAX_SEED = (1 << 64) - 1
@@ -79,7 +79,7 @@ class Option(NamedTuple):
     from_file: bool = True
     decoders: Literal["", "plain", "plain or beams", "samplers"] = ""
     selects_decoder: bool = False
-    calls: tuple[Kind, ...] = ("generate", "stream", "serve")
+    calls: tuple[Call, ...] = ("generate", "stream", "serve")
     clients: bool = True
     served: tuple[float, float] | None = None
     effect: str = ""

@@ -163,18 +163,18 @@ def best_first(
         JaxllmError: Whatever else `forward` and `prefill` raise.
     """
     grower = _Grower(model, params, prompt, **options)
-    found, order = list[tuple[float, int, Branch]](), itertools.count()
+    frontier, order = list[tuple[float, int, Branch]](), itertools.count()
     children = grower.root()
     while True:
         for child in children:
-            heapq.heappush(found, (-child.score, next(order), child))
+            heapq.heappush(frontier, (-child.score, next(order), child))
         chosen = list[Branch]()
-        while found and len(chosen) < min(grower.batch, grower.budget - grower.nodes):
-            if found[0][2].is_finished:
+        while frontier and len(chosen) < min(grower.batch, grower.budget - grower.nodes):
+            if frontier[0][2].is_finished:
                 break
-            chosen.append(heapq.heappop(found)[2])
+            chosen.append(heapq.heappop(frontier)[2])
         if not chosen:
-            return _result([branch for *_, branch in sorted(found)], grower.cache, grower.tree)
+            return _result([branch for *_, branch in sorted(frontier)], grower.cache, grower.tree)
         children = [child for each in grower.extend(chosen) for child in each]
 
 

@@ -72,8 +72,8 @@ class ContextFreeGrammar:
         """Return the tokens that must follow, one after the other: each is the only one allowed."""
         tokens: list[int] = []
         after: MatcherState | None = state
-        found = [] if self.is_complete(state) else state.matcher.deep_copy().compute_ff_tokens()
-        for token in found:
+        ids = [] if self.is_complete(state) else state.matcher.deep_copy().compute_ff_tokens()
+        for token in ids:
             if after is None or np.bitwise_count(self.mask(after)).sum() != 1:
                 break
             after = self.advance(after, token)
@@ -108,21 +108,21 @@ def lark_text(grammar: str, spelling: Spelling) -> str:
 
     Raises GrammarError for what cannot rewind, and for what `schema_rules` refuses.
     """
-    if found := _NO_REWIND.search(grammar):
+    if match := _NO_REWIND.search(grammar):
         raise GrammarError(
-            f"the Lark grammar uses {found[1]}=, after which no text can be rewound. Use the"
+            f"the Lark grammar uses {match[1]}=, after which no text can be rewound. Use the"
             " options of generate instead"
         )
     parts, more, end = [], list[str](), 0
-    for found in re.finditer(r"%json\s*(?=\{)", grammar):
-        if found.start() < end:
+    for match in re.finditer(r"%json\s*(?=\{)", grammar):
+        if match.start() < end:
             continue  # within a schema
         try:
-            schema, after = SCHEMA_DECODER.raw_decode(grammar, found.end())
+            schema, after = SCHEMA_DECODER.raw_decode(grammar, match.end())
         except ValueError:
             continue  # llguidance reports it
-        expression, rules = schema_rules(schema, WHITESPACE, f"json_{found.start()}")
-        parts.append(f"{grammar[end : found.start()]}{expression}")
+        expression, rules = schema_rules(schema, WHITESPACE, f"json_{match.start()}")
+        parts.append(f"{grammar[end : match.start()]}{expression}")
         more += rules
         end = after
     text = "".join(parts) + grammar[end:]

@@ -113,10 +113,10 @@ def _matches(part: Part, characters: bool, rules: set[str]) -> bool:
 
 def _rules_where(rules: Mapping[str, Part], characters: bool) -> set[str]:
     """Return the rules that match some text, or with characters=False the empty text."""
-    found: set[str] = set()
-    while new := {n for n in rules.keys() - found if _matches(rules[n], characters, found)}:
-        found |= new
-    return found
+    names: set[str] = set()
+    while new := {n for n in rules.keys() - names if _matches(rules[n], characters, names)}:
+        names |= new
+    return names
 
 
 def _references(part: Part, nullable: set[str] | None = None) -> set[str]:
@@ -127,23 +127,23 @@ def _references(part: Part, nullable: set[str] | None = None) -> set[str]:
         return {part.name}
     if isinstance(part, Repeat):
         return _references(part.part, nullable)
-    found: set[str] = set()
+    names: set[str] = set()
     for inner in part.parts:
-        found |= _references(inner, nullable)
+        names |= _references(inner, nullable)
         begins = nullable is not None and isinstance(part, Sequence)
         if begins and not _matches(inner, False, nullable or set()):
             break
-    return found
+    return names
 
 
 def _reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
     """Return the rules that one leads to, itself only if it does."""
-    found: set[str] = set()
+    names: set[str] = set()
     new = edges[name]
     while new:
-        found |= new
-        new = {after for other in new for after in edges[other]} - found
-    return found
+        names |= new
+        new = {after for other in new for after in edges[other]} - names
+    return names
 
 
 @dataclass
@@ -173,11 +173,11 @@ class _Reader:
         return rules
 
     def _alternatives(self, space: re.Pattern[str], depth: int = 0) -> Part:
-        found = [self._sequence(space, depth)]
+        branches = [self._sequence(space, depth)]
         while self._take("|"):
             self._skip(_SPACE_AND_LINES)
-            found.append(self._sequence(space, depth))
-        return found[0] if len(found) == 1 else Alternatives(tuple(found))
+            branches.append(self._sequence(space, depth))
+        return branches[0] if len(branches) == 1 else Alternatives(tuple(branches))
 
     def _sequence(self, space: re.Pattern[str], depth: int) -> Part:
         parts: list[Part] = []
@@ -212,21 +212,21 @@ class _Reader:
         if sign in _REPEATS:
             self.at += 1
             return _REPEATS[sign]
-        found = _COUNT.match(self.text, self.at)
-        if not found:
+        match = _COUNT.match(self.text, self.at)
+        if not match:
             raise self._error("expected {m}, {m,} or {m,n}")
-        low = int(found[1])
-        high = (int(found[3]) if found[3] else None) if found[2] else low
+        low = int(match[1])
+        high = (int(match[3]) if match[3] else None) if match[2] else low
         if high is not None and high < low:
-            raise self._error(f"{found[0]} repeats at least {low} and at most {high} times")
-        self.at = found.end()
+            raise self._error(f"{match[0]} repeats at least {low} and at most {high} times")
+        self.at = match.end()
         return low, high
 
     def _literal(self) -> Part:
-        found: list[Part] = []
+        characters: list[Part] = []
         while not self._take('"'):
-            found.append(Characters(f"[{_escape(self._character())}]"))
-        return Sequence(tuple(found))
+            characters.append(Characters(f"[{_escape(self._character())}]"))
+        return Sequence(tuple(characters))
 
     def _class(self) -> Part:
         negated = "^" if self._take("^") else ""
@@ -249,26 +249,26 @@ class _Reader:
     def _character(self) -> str:
         if self.at >= len(self.text):
             raise self._error("unexpected end of the grammar")
-        found = _ESCAPE.match(self.text, self.at)
-        if found is None:
+        match = _ESCAPE.match(self.text, self.at)
+        if match is None:
             self.at += 1
             return self.text[self.at - 1]
-        digits = found[1] or found[2] or found[3]
-        code = int(digits, 16) if digits else ord(_ESCAPED.get(found[4], "\ud800"))
+        digits = match[1] or match[2] or match[3]
+        code = int(digits, 16) if digits else ord(_ESCAPED.get(match[4], "\ud800"))
         if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-            raise self._error(f"{found[0]} is no character")
-        self.at = found.end()
+            raise self._error(f"{match[0]} is no character")
+        self.at = match.end()
         return chr(code)
 
     def _take(self, word: str) -> bool:
-        found = self.text.startswith(word, self.at)
-        self.at += len(word) if found else 0
-        return found
+        matches = self.text.startswith(word, self.at)
+        self.at += len(word) if matches else 0
+        return matches
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.at)
-        self.at = found.end() if found else self.at
-        return found
+        match = pattern.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+        return match
 
     def _skip(self, space: re.Pattern[str]) -> None:
         self._match(space)

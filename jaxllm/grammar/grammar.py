@@ -18,8 +18,8 @@ from jaxllm.grammar.regex import DEAD, ByteAutomaton, compile_choice, compile_re
 from jaxllm.grammar.vocabulary import Vocabulary, make_vocabulary, unpack_mask
 from jaxllm.text.tokenizer import Tokenizer
 
-Kind = Literal["regex", "choice", "json_schema", "lark", "gbnf"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+GrammarKind = Literal["regex", "choice", "json_schema", "lark", "gbnf"]
+KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 
 
 class CompiledGrammar(Protocol):
@@ -47,7 +47,7 @@ class Grammar:
             the text is forced, only the tokens that the tokenizer would use. The texts are equal.
     """
 
-    kind: Kind
+    kind: GrammarKind
     text: str
     whitespace: str = ""
     spelling: context_free.Spelling = "any"
@@ -281,7 +281,7 @@ def _rebuild(grammar: Grammar, vocabulary: Vocabulary, tokens: tuple[int, ...]) 
     return start_matcher(grammar, vocabulary).take_all(tokens)
 
 
-def as_grammar(value: Any, kind: Kind) -> Grammar:
+def as_grammar(value: Any, kind: GrammarKind) -> Grammar:
     """Return the grammar of an option: the value of `regex=`, `choice=`, ..."""
     if isinstance(value, Grammar) and value.kind == kind:
         return value

@@ -91,15 +91,15 @@ Bound = tuple[Decimal, bool]  # and whether the number itself is outside
 def _bound(schema: Mapping[str, Any], names: tuple[str, str]) -> Bound | None:
     """Return the tighter of a schema's bounds on one side. Draft 4 has exclusive=true."""
     plain, strict = (schema.get(name) for name in names)
-    found: list[Bound] = []
+    bounds: list[Bound] = []
     if is_number(plain):
-        found.append((to_decimal(plain), strict is True))
+        bounds.append((to_decimal(plain), strict is True))
     if is_number(strict):
-        found.append((to_decimal(strict), True))
-    if not found:
+        bounds.append((to_decimal(strict), True))
+    if not bounds:
         return None
     sign = 1 if names == _LOWER else -1
-    return max(found, key=lambda bound: (sign * bound[0], bound[1]))
+    return max(bounds, key=lambda bound: (sign * bound[0], bound[1]))
 
 
 def _negate(bound: Bound | None) -> Bound | None:
@@ -134,25 +134,25 @@ def _at_least(value: Decimal, strict: bool) -> str:
     """Return a regex of the numbers from this one up; strict: without it."""
     whole, fraction = _digits(value)
     size = len(whole)
-    found = [f"[1-9][0-9]{{{size},}}{_ANY}"]
-    found += [f"{head}[0-9]{{{left}}}{_ANY}" for head, left in _greater(whole)]
+    branches = [f"[1-9][0-9]{{{size},}}{_ANY}"]
+    branches += [f"{head}[0-9]{{{left}}}{_ANY}" for head, left in _greater(whole)]
     after = [f"{head}[0-9]*" for head, _ in _greater(fraction)]
     after.append(f"{fraction}[0-9]*" + ("[1-9][0-9]*" if strict else ""))
     optional = "" if fraction or strict else "?"
-    return "|".join([*found, f"{whole}(\\.({'|'.join(after)})){optional}"])
+    return "|".join([*branches, f"{whole}(\\.({'|'.join(after)})){optional}"])
 
 
 def _at_most(value: Decimal, strict: bool) -> str:
     """Return a regex of the numbers up to this one; strict: without it."""
     whole, fraction = _digits(value)
     size = len(whole)
-    found = [f"[0-9]{{1,{size - 1}}}{_ANY}"] if size > 1 else []
-    found += [f"{head}[0-9]{{{left}}}{_ANY}" for head, left in _less(whole)]
+    branches = [f"[0-9]{{1,{size - 1}}}{_ANY}"] if size > 1 else []
+    branches += [f"{head}[0-9]{{{left}}}{_ANY}" for head, left in _less(whole)]
     if fraction or not strict:
         after = [f"{head}[0-9]*" for head, _ in _less(fraction)]
         after += [f"{fraction[:n]}0*" for n in range(len(fraction) + (not strict))]
-        found.append(f"{whole}(\\.({'|'.join(after)}))?")
-    return "|".join(found)
+        branches.append(f"{whole}(\\.({'|'.join(after)}))?")
+    return "|".join(branches)
 
 
 _ANY = r"(\.[0-9]+)?"

@@ -266,9 +266,9 @@ class _Writer:
         types = schema.get("type", [name for name in _OF_TYPE if name != "integer"])
         types = [types] if isinstance(types, str) else types
         if keywords <= {"type"}.union(*_OF_TYPE.values()) and {*types} <= _OF_TYPE.keys():
-            found = [self._of_type(name, schema, place) for name in types]
-            if None not in found:
-                return _either(filter(None, found))
+            branches = [self._of_type(name, schema, place) for name in types]
+            if None not in branches:
+                return _either(filter(None, branches))
         return self._refuse(schema, place)
 
     def _of_type(self, name: str, schema: Mapping[str, Any], place: str) -> str | None:
@@ -330,15 +330,15 @@ class _Writer:
     def _items(self, values: list[str], rest: str, low: int, high: int | None) -> str:
         """Return `low` to `high` values with commas between them: the given ones, then others."""
         given, comma = len(values), self._comma
-        found = ""
+        rule = ""
         if rest and (high is None or high > given):
             first = max(given, 1)
-            found = _repeated(f"{comma}{rest}", low - first, None if high is None else high - first)
-            found = found if given else f"({rest} {found})" + ("" if low else "?")
+            rule = _repeated(f"{comma}{rest}", low - first, None if high is None else high - first)
+            rule = rule if given else f"({rest} {rule})" + ("" if low else "?")
         for at in reversed(range(given if high is None else min(given, high))):
-            found = f"{comma if at else ''}{values[at]} {found}"
-            found = found if at < low else f"({found})?"
-        return found
+            rule = f"{comma if at else ''}{values[at]} {rule}"
+            rule = rule if at < low else f"({rule})?"
+        return rule
 
     def _set(self, schema: Mapping[str, Any]) -> str | None:
         """Return arrays of different values of a short list, with a rule for each set of them."""
@@ -355,12 +355,12 @@ class _Writer:
         def after(taken: int) -> str:
             """Return what may follow the values of a set, which is a number in binary."""
             count = taken.bit_count()
-            found = ['""'] if count >= low else []
+            branches = ['""'] if count >= low else []
             for n, text in enumerate(spelled if count < high else []):
                 more = taken | 1 << n
                 if more != taken and (rest := self._share_rule((mark, more), after, more)):
-                    found.append(f"{self._comma if count else ''}{text} {rest}")
-            return _either(found)
+                    branches.append(f"{self._comma if count else ''}{text} {rest}")
+            return _either(branches)
 
         inner = after(0)
         return inner and f'"[" {self._space}{inner} {self._space}"]"'
@@ -395,13 +395,13 @@ class _Writer:
                 return '""' if count >= low else ""
             if at == len(items) and count:
                 return _repeated(f"{comma}{other}", low - count, left)
-            found = []
+            branches = []
             text, is_required = (other, low > 0) if at == len(items) else items[at]
             if left != 0 and (more := rest(min(at + 1, len(items)), count + 1)):
-                found.append(f"{comma}{text} {more}")
+                branches.append(f"{comma}{text} {more}")
             if not is_required and (more := '""' if at == len(items) else rest(at + 1, count)):
-                found.append(more)
-            return _either(found)
+                branches.append(more)
+            return _either(branches)
 
         def rest(at: int, count: int) -> str:
             count = min(count, max(low, 1)) if high is None else count
@@ -448,10 +448,10 @@ class _Writer:
         for part in self._parts(schema):
             for number in _numbers(part):
                 if is_inexact(number, as_bound=True):
-                    beside = ", ".join(sorted(schema.keys() - _ANNOTATIONS))
+                    names = ", ".join(sorted(schema.keys() - _ANNOTATIONS))
                     raise GrammarError(
                         f"the schema's number {number} is not supported at {place or '/'}, beside"
-                        f" {beside}: it is too precise. Use it in plain properties, items or anyOf"
+                        f" {names}: it is too precise. Use it in plain properties, items or anyOf"
                     )
         return self._leaf(schema)
 
@@ -583,11 +583,11 @@ def _split_look_around(pattern: str) -> tuple[str, list[tuple[bool, str]]] | Non
     """
     looks, at = [], 1
     while pattern.startswith(("(?=", "(?!"), at):
-        found = [n for n, token, depth in _tokens(pattern[at:]) if token == ")" and depth == 0]
-        if not found:
+        ends = [n for n, token, depth in _tokens(pattern[at:]) if token == ")" and depth == 0]
+        if not ends:
             return None
-        looks.append((pattern[at + 2] == "=", pattern[at + 3 : at + found[0]]))
-        at += found[0] + 1
+        looks.append((pattern[at + 2] == "=", pattern[at + 3 : at + ends[0]]))
+        at += ends[0] + 1
     texts = [inner.removeprefix("^") for _, inner in looks] + [pattern[at:]]
     anchored = any(
         token in ("^", "$", "|") and depth == 0 and 0 <= n < len(text) - 1
@@ -625,14 +625,14 @@ def _tokens(pattern: str) -> Iterator[tuple[int, str, int]]:
     A closing parenthesis has the depth outside; within a class the depth is -1.
     """
     depth, in_class = 0, False
-    for found in re.finditer(r"\\.|[^\\]", pattern, re.DOTALL):
-        token = found[0]
+    for match in re.finditer(r"\\.|[^\\]", pattern, re.DOTALL):
+        token = match[0]
         if in_class:
             in_class = token != "]"
         else:
             in_class = token == "["
             depth += (token == "(") - (token == ")")
-        yield found.start(), token, -1 if in_class else depth
+        yield match.start(), token, -1 if in_class else depth
 
 
 def _literal(value: Any) -> str:
@@ -642,14 +642,14 @@ def _literal(value: Any) -> str:
 
 def _terminal(regex: str) -> str:
     """Return a regex as Lark's terminal."""
-    inner = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL)
+    inner = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL)
     return "/" + inner.replace("\n", r"\n") + "/"
 
 
 def _either(expressions: Iterable[str]) -> str:
     """Return alternatives, "" for none."""
-    found = list(expressions)
-    return f"({' | '.join(found)})" if found else ""
+    branches = list(expressions)
+    return f"({' | '.join(branches)})" if branches else ""
 
 
 def _repeated(expression: str, low: int, high: int | None) -> str:

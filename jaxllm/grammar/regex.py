@@ -202,8 +202,8 @@ class _Builder:
         if kind is not op.IN:
             return self._either_case(self._literal_ranges(kind, value))
         negate = value[0][0] is op.NEGATE
-        found = [self._literal_ranges(*item) for item in (value[1:] if negate else value)]
-        merged = self._either_case(_merge(one for ranges in found for one in ranges))
+        parts = [self._literal_ranges(*item) for item in (value[1:] if negate else value)]
+        merged = self._either_case(_merge(one for ranges in parts for one in ranges))
         return _complement(merged) if negate else merged
 
     def _literal_ranges(self, kind: Any, value: Any) -> Ranges:
@@ -331,13 +331,13 @@ def _determine(builder: _Builder, end: int, what: str) -> ByteAutomaton:
     """Return the minimal automaton of a builder, by the construction of subsets."""
 
     def close(states: Iterable[int]) -> frozenset[int]:
-        found, left = set(states), list(states)
+        visited, left = set(states), list(states)
         while left:
             for target in builder.skips[left.pop()]:
-                if target not in found:
-                    found.add(target)
+                if target not in visited:
+                    visited.add(target)
                     left.append(target)
-        return frozenset(s for s in found if builder.edges[s] or s == end)
+        return frozenset(s for s in visited if builder.edges[s] or s == end)
 
     start = close([0])
     numbers, queue, rows = {start: 0}, [start], []

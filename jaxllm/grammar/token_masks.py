@@ -156,9 +156,9 @@ def _fill_masks(
     token_BL = array(token, rows, width)
     for row in range(rows):
         begin, end = int(prompt_B[row]), int(length_B[row])
-        found = _row_mask(int(grammar_B[row]), token_BL[row, begin:end].tobytes())
-        if found is not None:
-            bits_BW[row] = found
+        mask_W = _row_mask(int(grammar_B[row]), token_BL[row, begin:end].tobytes())
+        if mask_W is not None:
+            bits_BW[row] = mask_W
 
 
 _C_MASK = native.MaskFunction(_fill_masks)

@@ -62,12 +62,12 @@ class Vocabulary:
         return self._encode_greedily(text)
 
     def _encode_greedily(self, text: bytes) -> list[int]:
-        found, tokens = self._tokens_by_bytes, []
+        ids, tokens = self._tokens_by_bytes, []
         while text:
-            fitting = [n for n in range(min(len(text), self._longest), 0, -1) if text[:n] in found]
+            fitting = [n for n in range(min(len(text), self._longest), 0, -1) if text[:n] in ids]
             if not fitting:
                 break
-            tokens.append(found[text[: fitting[0]]])
+            tokens.append(ids[text[: fitting[0]]])
             text = text[fitting[0] :]
         return tokens
 
@@ -96,13 +96,13 @@ def _cached_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
     spelled = []
     for index in range(tokenizer.vocab_size):
         try:
-            found = tokenizer.token_bytes(index)
-            if found is None:
+            text_bytes = tokenizer.token_bytes(index)
+            if text_bytes is None:
                 text = tokenizer.decode([anchor, index])
-                found = text[len(before) :].encode() if text.startswith(before) else b""
+                text_bytes = text[len(before) :].encode() if text.startswith(before) else b""
         except ValueError:  # an id without a token
-            found = b""
-        spelled.append(b"" if index in tokenizer.special_ids else found)
+            text_bytes = b""
+        spelled.append(b"" if index in tokenizer.special_ids else text_bytes)
     if tokenizer.unk_id is not None:
         spelled[tokenizer.unk_id] = b""
     return tuple(spelled)

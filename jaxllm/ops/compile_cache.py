@@ -101,8 +101,8 @@ def time_compiling() -> Iterator[Callable[[], float]]:
 
     def listen(event: str, duration_secs: float, **about: Any) -> None:
         if event in _COMPILE_EVENTS:
-            now = time.perf_counter()
-            spans.append((now - duration_secs, now))
+            end = time.perf_counter()
+            spans.append((end - duration_secs, end))
 
     def total() -> float:
         passed, last = 0.0, -math.inf

@@ -18,7 +18,7 @@ from jaxllm.sharding.partition_specs import find_row_axes
 from jaxllm.sharding.pipeline.stage_layers import tick_layers
 from jaxllm.weights.precision import Precision
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Collective:
     """
 
     what: str
-    kind: Kind
+    kind: CollectiveKind
     axis: str
     over: int
     count: int
@@ -59,7 +59,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepSizes:
     """The sizes of a step on a mesh.
 
     Attributes:

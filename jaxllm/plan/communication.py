@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.models import get_family
 from jaxllm.models.moe import MoEConfig
 from jaxllm.ops.kv_quant import cast
-from jaxllm.plan.collective import Collective, Kind, Step
+from jaxllm.plan.collective import Collective, CollectiveKind, StepSizes
 from jaxllm.sharding.context_parallel.dispatch import AXIS
 from jaxllm.sharding.expert_parallel import BUFFER_FACTOR
 from jaxllm.sharding.pipeline.stage_layers import tick_layers
@@ -23,7 +23,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.arrays import DTYPES
 
 
-def step_collectives(step: Step) -> list[Collective]:
+def step_collectives(step: StepSizes) -> list[Collective]:
     """Return the collectives of a step, with the logits of one token per row.
 
     Expert buffers are those for balanced routing.
@@ -31,7 +31,7 @@ def step_collectives(step: Step) -> list[Collective]:
     return [c for c in _all_traffic(step) if c.over > 1 and c.count > 0]
 
 
-def _all_traffic(step: Step) -> Iterator[Collective]:
+def _all_traffic(step: StepSizes) -> Iterator[Collective]:
     mask_bytes = step.tokens + gathers_slots(step)  # XLA adds "is any slot filled" to the mask
     yield Collective("padding mask", "all-reduce", "data", step.data_shards, 1, mask_bytes)
     yield from _embedding_traffic(step)
@@ -44,7 +44,7 @@ def _all_traffic(step: Step) -> Iterator[Collective]:
         yield from sequence_traffic(step)
 
 
-def _embedding_traffic(step: Step) -> Iterator[Collective]:
+def _embedding_traffic(step: StepSizes) -> Iterator[Collective]:
     """Yield those of embeddings and logits; the vocabulary is sharded over tensor and stage."""
     c, p, over = step.config, step.axes.stage, step.tensor_devices * step.axes.stage
     axis = "stage" if step.axes.stage > 1 else "tensor"
@@ -66,7 +66,7 @@ def _embedding_traffic(step: Step) -> Iterator[Collective]:
     yield Collective("logits", "all-gather", axis, over, 1, logits)
 
 
-def _layer_traffic(step: Step) -> Iterator[Collective]:
+def _layer_traffic(step: StepSizes) -> Iterator[Collective]:
     """Yield two all-reduces per layer, or the all-gathers that replace them in exact mode."""
     c, t = step.config, step.tensor_devices
     count, routed = step.num_layers, step.num_expert_layers
@@ -95,7 +95,7 @@ def _layer_traffic(step: Step) -> Iterator[Collective]:
         yield from _norm_traffic(step, count)
 
 
-def _norm_traffic(step: Step, count: int) -> Iterator[Collective]:
+def _norm_traffic(step: StepSizes, count: int) -> Iterator[Collective]:
     """Yield those of norms over all heads: sums of squares; if exact, inputs and weights."""
     c, copies = step.config, step.axes.kv_replicas > 1
     squares = step.tick_tokens * 4
@@ -118,12 +118,12 @@ def _norm_traffic(step: Step, count: int) -> Iterator[Collective]:
 
 
 def _layer_collective(
-    step: Step, what: str, kind: Kind, number: int, size: int, over: int | None = None
+    step: StepSizes, what: str, kind: CollectiveKind, number: int, size: int, over: int | None = None
 ) -> Collective:
     return Collective(what, kind, "tensor", over or step.tensor_devices, number, size, step.ticks)
 
 
-def _stage_traffic(step: Step) -> Iterator[Collective]:
+def _stage_traffic(step: StepSizes) -> Iterator[Collective]:
     p, shards = step.axes.stage, step.tensor_devices if step.splits_tokens else 1
     token = step.config.hidden_size * step.activation_bytes
     block = step.tick_tokens // shards * token
@@ -132,7 +132,7 @@ def _stage_traffic(step: Step) -> Iterator[Collective]:
     yield Collective("last stage's output", "all-reduce", "stage", p, 1, output)
 
 
-def _expert_traffic(step: Step) -> Iterator[Collective]:
+def _expert_traffic(step: StepSizes) -> Iterator[Collective]:
     """Yield the all-to-alls to experts and back, or an all-reduce if rows do not divide.
 
     Buffers are 1.5 times an even share; less balanced routing needs more than is counted here.
@@ -153,7 +153,7 @@ def _expert_traffic(step: Step) -> Iterator[Collective]:
         yield Collective("largest expert load", "all-reduce", "expert", e, count, 4, step.ticks)
 
 
-def _expert_capacity(step: Step) -> int:
+def _expert_capacity(step: StepSizes) -> int:
     """The rows that a device's experts run in total."""
     e = step.axes.expert
     if e == 1 or step.data_shards < step.axes.data * e:
@@ -161,7 +161,7 @@ def _expert_capacity(step: Step) -> int:
     return e * min(step.num_routed_rows, math.ceil(int(BUFFER_FACTOR * step.num_routed_rows) / e))
 
 
-def sequence_traffic(step: Step) -> Iterator[Collective]:
+def sequence_traffic(step: StepSizes) -> Iterator[Collective]:
     """Yield the context-parallel collectives of a step."""
     split = step.context_parallel.is_split
     if step.axes.use_ulysses:
@@ -172,31 +172,31 @@ def sequence_traffic(step: Step) -> Iterator[Collective]:
         yield _collective(step, "logits", "all-reduce", 1, 4 * step.rows * step.config.vocab_size)
 
 
-def gathers_slots(step: Step) -> bool:
+def gathers_slots(step: StepSizes) -> bool:
     """Whether devices ask whether any slot is filled: in ring prefill with a sharded cache."""
     split = step.context_parallel.is_split and not step.axes.use_ulysses
     return split and step.slots % step.axes.sequence == 0
 
 
 def _collective(
-    step: Step, what: str, kind: Kind, count: int, size: int, times: int = 1
+    step: StepSizes, what: str, kind: CollectiveKind, count: int, size: int, times: int = 1
 ) -> Collective:
     return Collective(what, kind, AXIS, step.axes.sequence, count, size, times)
 
 
 def _tick_collective(
-    step: Step, what: str, kind: Kind, count: int, size: int, times: int = 1
+    step: StepSizes, what: str, kind: CollectiveKind, count: int, size: int, times: int = 1
 ) -> Collective:
     """Return a collective of the layers, which runs in each tick."""
     return _collective(step, what, kind, count, size, times * (step.groups + step.axes.stage - 1))
 
 
-def _stage_layers(step: Step) -> int:
+def _stage_layers(step: StepSizes) -> int:
     """Return the number of layers of a stage in its cache."""
     return len(tick_layers(step.config, step.axes.stage, global_sync=False))
 
 
-def _cache_bytes(step: Step, tokens: int) -> list[int]:
+def _cache_bytes(step: StepSizes, tokens: int) -> list[int]:
     """Return the bytes of the arrays that store the keys, or the values, of `tokens` tokens."""
     heads = step.share.num_key_value_heads
     keys = jax.ShapeDtypeStruct((tokens, 1, heads, step.config.head_dim), jnp.float32)
@@ -204,7 +204,7 @@ def _cache_bytes(step: Step, tokens: int) -> list[int]:
     return [x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)]
 
 
-def _split_cache(step: Step) -> Iterator[Collective]:
+def _split_cache(step: StepSizes) -> Iterator[Collective]:
     """Yield those that merge the softmaxes over each device's slots."""
     heads = step.share.num_attention_heads
     each = 4 * step.tick_rows * step.tokens * heads
@@ -214,13 +214,13 @@ def _split_cache(step: Step) -> Iterator[Collective]:
     )
 
 
-def _ulysses_decode(step: Step) -> Iterator[Collective]:
+def _ulysses_decode(step: StepSizes) -> Iterator[Collective]:
     heads = step.share.num_attention_heads
     size = step.tick_rows * step.tokens * heads * step.config.head_dim * step.activation_bytes
     yield _tick_collective(step, "heads", "all-gather", _stage_layers(step), size)
 
 
-def _ulysses(step: Step) -> Iterator[Collective]:
+def _ulysses(step: StepSizes) -> Iterator[Collective]:
     here = step.tick_tokens
     queries = step.share.num_attention_heads * here * step.config.head_dim * step.activation_bytes
     for what in ("queries", "outputs"):
@@ -230,7 +230,7 @@ def _ulysses(step: Step) -> Iterator[Collective]:
     yield _tick_collective(step, "positions", "all-gather", 1, 4 * here * step.axes.sequence)
 
 
-def _ring(step: Step) -> Iterator[Collective]:
+def _ring(step: StepSizes) -> Iterator[Collective]:
     """Yield those of ring attention.
 
     New keys and values rotate past the queries; then the queries, with their partial results,

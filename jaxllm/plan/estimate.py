@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models import build, param_shapes
 from jaxllm.models.moe import max_read_fraction
 from jaxllm.plan import communication, memory
-from jaxllm.plan.collective import Collective, Step, rows_per_device
+from jaxllm.plan.collective import Collective, StepSizes, rows_per_device
 from jaxllm.plan.hardware import Hardware
 from jaxllm.sharding.context_parallel import dispatch, sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
@@ -70,16 +70,16 @@ class PlanQuery:
         """The number of microbatches of a prompt chunk (`pipeline.forward.PipelineRunner`)."""
         if self.groups is not None or self.axes.stage == 1:
             return self.microbatches
-        chunk = Step(
+        chunk = StepSizes(
             self.checkpoint.config, self.precision, self.axes, self.batch,
             min(PREFILL_CHUNK, self.context), self.context,
         )  # fmt: skip
         return PipelineRunner(self.axes.stage).count_microbatches(self.rows, chunk.local_tokens)
 
-    def step(self, tokens: int) -> Step:
+    def step(self, tokens: int) -> StepSizes:
         """Return the sizes of a step of `tokens` tokens per row."""
         groups = self.microbatches if tokens == 1 else self.prompt_groups
-        return Step(
+        return StepSizes(
             self.checkpoint.config, self.precision, self.axes, self.batch, tokens, self.context,
             self.deterministic_sums, groups,
         )  # fmt: skip

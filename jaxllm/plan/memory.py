@@ -20,7 +20,7 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
-from jaxllm.plan.collective import Step
+from jaxllm.plan.collective import StepSizes
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule
@@ -128,7 +128,7 @@ def _tree_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def cache_bytes(step: Step) -> int:
+def cache_bytes(step: StepSizes) -> int:
     """Return the bytes of one device's part of a cache with the rows and slots of a step."""
     axes = step.axes
     slot, memory = _slot_bytes(step.share, step.precision.cache)
@@ -146,7 +146,7 @@ def _slot_bytes(share: ModelConfig, dtype: str) -> tuple[int, int]:
     return _tree_bytes((cache.tail.k, cache.tail.v)), _tree_bytes(cache.memory)
 
 
-def working_bytes(step: Step) -> int:
+def working_bytes(step: StepSizes) -> int:
     """Estimate the temporary bytes of a step, without our kernels.
 
     The terms follow the `memory_analysis` of compiled programs. XLA:CPU widens types narrower than

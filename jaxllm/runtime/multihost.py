@@ -151,8 +151,8 @@ def _pad_message(message: bytes, length: int) -> Any:
     import numpy as np
 
     padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << int(length).bit_length()), np.uint8)
-    mine = np.frombuffer(message, np.uint8)[:length]
-    padded[: len(mine)] = mine
+    data = np.frombuffer(message, np.uint8)[:length]
+    padded[: len(data)] = data
     return padded
 
 
@@ -217,14 +217,14 @@ def broadcast_array(x: Any) -> Any:
     """
     import numpy as np
 
-    mine = np.asarray(x)
+    array = np.asarray(x)
     if not is_multiprocess():
-        return mine
+        return array
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+    sent = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     bits = np.asarray(broadcast_one_to_all(sent))
-    return bits.view(mine.dtype).reshape(mine.shape)
+    return bits.view(array.dtype).reshape(array.shape)
 
 
 def broadcast_arrays(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -233,14 +233,14 @@ def broadcast_arrays(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """
     import numpy as np
 
-    found: dict[str, Any] = {}
+    local: dict[str, Any] = {}
 
     def describe_arrays() -> str:
-        found.update(make())
-        return json.dumps({name: (x.shape, x.dtype.name) for name, x in found.items()})
+        local.update(make())
+        return json.dumps({name: (x.shape, x.dtype.name) for name, x in local.items()})
 
     forms = json.loads(broadcast_from_zero(describe_arrays))
-    return {name: broadcast_array(found.get(name, np.zeros(*form))) for name, form in forms.items()}
+    return {name: broadcast_array(local.get(name, np.zeros(*form))) for name, form in forms.items()}
 
 
 def check_processes_agree(facts: Mapping[str, Any]) -> None:
@@ -256,13 +256,13 @@ def check_processes_agree(facts: Mapping[str, Any]) -> None:
 
 def describe_differences(facts_by_process: list[dict[str, str]]) -> str:
     """Describe how the values of the other processes differ from those of process 0."""
-    found = []
+    differences = []
     for name in facts_by_process[0]:
         first = facts_by_process[0][name]
-        for number, mine in enumerate(facts_by_process):
-            if (other := mine.get(name, "nothing")) != first:
-                found.append(f"{name}: {_show_difference(first, other)} in process {number}")
-    return "; ".join(found)
+        for number, facts in enumerate(facts_by_process):
+            if (other := facts.get(name, "nothing")) != first:
+                differences.append(f"{name}: {_show_difference(first, other)} in process {number}")
+    return "; ".join(differences)
 
 
 def _show_difference(one: str, other: str) -> str:

@@ -49,15 +49,15 @@ def check_fields(instance: Any, prefix: str = "") -> None:
 
 def field_errors(instance: Any) -> list[str]:
     """Return messages for dataclass fields that violate their annotations: "size must be ..."."""
-    found = []
+    errors = []
     for name, hint in get_type_hints(type(instance), include_extras=True).items():
         if get_origin(hint) is ClassVar:
             continue
         value = getattr(instance, name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
             continue
-        found += value_errors(value, hint, name)
-    return found
+        errors += value_errors(value, hint, name)
+    return errors
 
 
 def value_errors(value: Any, hint: Any, name: str) -> list[str]:

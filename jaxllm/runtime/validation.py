@@ -96,13 +96,13 @@ def check_dtype(name: str, x: Dtype, *more: str) -> str:
     Raises:
         ConfigError: for anything else.
     """
-    found, known = canonical_dtype(x), (*dict.fromkeys(DTYPE_ALIASES.values()), *more)
-    if not isinstance(found, str) or found not in known:
+    dtype, known = canonical_dtype(x), (*dict.fromkeys(DTYPE_ALIASES.values()), *more)
+    if not isinstance(dtype, str) or dtype not in known:
         raise ConfigError(
             f"{name} must be one of {', '.join(known)} (or fp32, bf16, fp16, or a dtype of NumPy,"
             f" JAX or PyTorch), got {x!r:.60}"
         )
-    return found
+    return dtype
 
 
 def as_token_array(label: str, ids: Any) -> np.ndarray:
@@ -114,17 +114,17 @@ def as_token_array(label: str, ids: Any) -> np.ndarray:
     Raises:
         TokenError: for non-integers, several rows, and ids beyond int32.
     """
-    found = check_int_array(label, ids, TokenError)
-    if found.ndim != 1:
+    array = check_int_array(label, ids, TokenError)
+    if array.ndim != 1:
         raise TokenError(
-            f"{label} must be one list of token ids, got shape {found.shape}: {ids!r:.60}. Pass"
+            f"{label} must be one list of token ids, got shape {array.shape}: {ids!r:.60}. Pass"
             " each"
             " text separately"
         )
-    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
-        wrong = found.min() if found.min() < 0 else found.max()
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        wrong = array.min() if array.min() < 0 else array.max()
         raise TokenError(f"{label} has token id {wrong}, expected 0 to 2**31 - 1")
-    return found.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def check_token_ids(

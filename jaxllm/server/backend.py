@@ -9,7 +9,7 @@ from starlette.responses import Response
 from jaxllm.errors import JaxllmError
 from jaxllm.files import parse_json
 from jaxllm.server.errors import ApiError, from_model, invalid
-from jaxllm.server.metrics import Metrics
+from jaxllm.server.metrics import ServerMetrics
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_responses import encode_json
 
@@ -49,7 +49,7 @@ class Backend:
 
     def __init__(self, client: ModelClient, settings: ServerSettings) -> None:
         self.client, self.settings = client, settings
-        self.metrics = Metrics(settings.names[0])
+        self.metrics = ServerMetrics(settings.names[0])
 
     async def call(self, do: str, **fields: Any) -> Any:
         try:

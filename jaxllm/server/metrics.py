@@ -11,7 +11,7 @@ _SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
-class Metrics:
+class ServerMetrics:
     """The server's counters."""
 
     def __init__(self, model: str) -> None:
@@ -81,26 +81,26 @@ class Metrics:
 class _Request:
     """The times of one request."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
         self._arrival = self._started = time.perf_counter()
         self._first = self._last = 0.0
 
     def see(self, frame: dict[str, Any]) -> None:
         """Record a frame of the model's process."""
-        now, m = time.perf_counter(), self._metrics
+        seconds, m = time.perf_counter(), self._metrics
         if "started" in frame:
-            self._started = now
-            m._queue.observe(now - self._arrival)
+            self._started = seconds
+            m._queue.observe(seconds - self._arrival)
         elif "chunk" in frame:
             m.generation_tokens.inc()
             if self._first:
-                m._gap.observe(now - self._last)
+                m._gap.observe(seconds - self._last)
             else:
-                self._first = now
-                m._first.observe(now - self._arrival)
-                m._prefill.observe(now - self._started)
-            self._last = now
+                self._first = seconds
+                m._first.observe(seconds - self._arrival)
+                m._prefill.observe(seconds - self._started)
+            self._last = seconds
         elif "done" in frame:
             done = frame["done"]
             m.prompt_tokens.inc(done["prompt_tokens"])
@@ -110,7 +110,7 @@ class _Request:
                 count.inc(number)
             m._prompt.observe(done["prompt_tokens"])
             m._new.observe(done["completion_tokens"])
-            m._whole.observe(now - self._arrival)
+            m._whole.observe(seconds - self._arrival)
             m._success.labels(m._model, done["finish_reason"]).inc()
             if self._first:
                 m._decode.observe(self._last - self._first)

@@ -14,14 +14,14 @@ from jaxllm.server.frames import encode_frame, read_frame
 from jaxllm.server.model_process import ModelSettings, run_model
 
 Frame = dict[str, Any]
-Kind = Literal["invalid", "context", "overload", "failed", "unavailable"]
+ErrorKind = Literal["invalid", "context", "overload", "failed", "unavailable"]
 MAX_PAUSE_S = 30.0  # between two starts of a model that keeps dying
 
 
 class ModelError(Exception):
     """The model process refused a request or ended. kind: decides the HTTP status."""
 
-    def __init__(self, kind: Kind, message: str, **numbers: int) -> None:
+    def __init__(self, kind: ErrorKind, message: str, **numbers: int) -> None:
         super().__init__(message)
         self.kind, self.numbers = kind, numbers
 
@@ -139,16 +139,16 @@ class ModelClient:
             ready.set()
 
     async def _run_once(self, ready: asyncio.Event) -> None:
-        mine, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         process = context.Process(
-            target=run_model, args=(theirs, self.load, self.settings), daemon=True
+            target=run_model, args=(remote, self.load, self.settings), daemon=True
         )
         try:
             await asyncio.to_thread(process.start)
             self._process, self.pid = process, process.pid
-            theirs.close()
-            reader, self._writer = await asyncio.open_connection(sock=mine)
+            remote.close()
+            reader, self._writer = await asyncio.open_connection(sock=local)
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
                     self._receive(await read_frame(reader), ready)

@@ -386,17 +386,17 @@ class ModelProcess:
 
     def _read_token_lists(self, frame: Frame, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options for vLLM's `stop_token_ids` and `bad_words`. options: the others."""
-        found: dict[str, Any] = {}
+        lists: dict[str, Any] = {}
         if stops := frame.get("stop_token_ids"):
             usual = options.get("eos_token_id", self.lm.generation.get("eos_token_id"))
-            found["eos_token_id"] = [*([usual] if isinstance(usual, int) else usual or ()), *stops]
+            lists["eos_token_id"] = [*([usual] if isinstance(usual, int) else usual or ()), *stops]
         if words := frame.get("bad_words"):
             if self.lm.tokenizer is None:
                 raise SamplingError("the model has no tokenizer, which bad_words require")
             banned = [self.lm.tokenizer.encode(f"{space}{word.lstrip()}")
                       for word in words for space in ("", " ")]  # fmt: skip
-            found["bad_words_ids"] = [ids for ids in banned if ids]
-        return found
+            lists["bad_words_ids"] = [ids for ids in banned if ids]
+        return lists
 
     def _encode_messages(self, frame: Frame) -> list[int]:
         if self.lm.tokenizer is None:
@@ -440,8 +440,8 @@ class ModelProcess:
         from jaxllm.grammar.vocabulary import token_bytes
 
         assert self.lm.tokenizer is not None
-        found = token_bytes(self.lm.tokenizer)
-        return found + [b""] * (self.lm.config.vocab_size - len(found))
+        bytes_V = token_bytes(self.lm.tokenizer)
+        return bytes_V + [b""] * (self.lm.config.vocab_size - len(bytes_V))
 
     def _decode(self, tokens: list[int]) -> str:
         check_token_ids(np.array(tokens, object), self.lm.config.vocab_size, "tokens: ")
@@ -580,12 +580,12 @@ def describe_completion(completion: "Completion") -> Frame:
 
 def _encode_prefixes(lm: "LM", texts: Sequence[str]) -> list[list[int]]:
     """Return public prefixes as token ids: as texts, and as system messages of the template."""
-    found = [lm.encode(text) for text in texts]
+    prefixes = [lm.encode(text) for text in texts]
     for text in texts:
         with suppress(JaxllmError):  # a template may refuse a conversation of one message
             messages = [{"role": "system", "content": text}]
-            found.append(lm.chat_prompt(messages, add_generation_prompt=False))
-    return found
+            prefixes.append(lm.chat_prompt(messages, add_generation_prompt=False))
+    return prefixes
 
 
 def _decides_sampling(lm: "LM", options: Mapping[str, Any]) -> bool:

@@ -226,9 +226,9 @@ def _read_frame(
         message = "truncate_prompt_tokens must be -1 or at least 1, got 0"
         raise invalid(message, "truncate_prompt_tokens")
     options = {
-        ours: value
+        option: value
         for name, value in body.items()
-        if (ours := _ALIASES.get(name, name)) in _OTHERS and value not in (None, {})
+        if (option := _ALIASES.get(name, name)) in _OTHERS and value not in (None, {})
     }
     if body.get("repeat_last_n") not in (None, -1) and options.get("repetition_penalty", 1) != 1:
         what = "repeat_last_n (the penalty counts the whole text: send -1)"

@@ -179,13 +179,13 @@ class ToolText:
             with suppress(ValueError, RecursionError):
                 return "", [_as_call(_JSON.decode(self._text))]
             return self._text, []
-        found = self._find_calls()
-        if not found:
+        places = self._find_calls()
+        if not places:
             return self._take(len(self._text)), []
-        calls = [call for _, _, calls in found for call in calls]
-        said, content = bool(self._text[: self._sent].strip()), self._take(found[0][0]).rstrip()
-        begins = [*(begin for begin, _, _ in found[1:]), None]
-        for (_, end, _), begin in zip(found, begins, strict=True):
+        calls = [call for _, _, calls in places for call in calls]
+        said, content = bool(self._text[: self._sent].strip()), self._take(places[0][0]).rstrip()
+        begins = [*(begin for begin, _, _ in places[1:]), None]
+        for (_, end, _), begin in zip(places, begins, strict=True):
             between = self._show(self._text[end:begin]).strip()
             content += "\n" * bool(between and (said or content)) + between
         return content, calls if self._parallel else calls[:1]
@@ -218,22 +218,22 @@ class ToolText:
 
     def _find_calls(self) -> list[tuple[int, int, list[Call]]]:
         """Return where calls begin and end, and the calls. Those within a thought are none."""
-        text, at, found = self._text, 0, list[tuple[int, int, list[Call]]]()
+        text, at, places = self._text, 0, list[tuple[int, int, list[Call]]]()
         if self._bare and (bare := self._read_calls("", 0)):
             calls, at = bare
-            found.append((0, at, calls))
+            places.append((0, at, calls))
         while mark := _BEGIN_OR_THOUGHT.search(text, at):
             at = mark.end()
             if mark[0] == "</think>":  # the prompt opened it
-                found.clear()
+                places.clear()
             elif mark[0] == "<think>":
                 if not text[: mark.start()].strip():
                     closed = text.find("</think>", at)
                     at = len(text) if closed < 0 else closed + len("</think>")
             elif read := self._read_calls(mark[0], mark.start()):
                 calls, at = read
-                found.append((mark.start(), at, calls))
-        return found
+                places.append((mark.start(), at, calls))
+        return places
 
     def _read_calls(self, mark: str, at: int) -> Found | None:
         """Return the calls after a mark, None if there are none."""
@@ -339,17 +339,17 @@ def _find_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     kinds = schema.get("type") or []
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    names = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
     listed = [schema["const"]] if "const" in schema else []
     for value in (*_items(schema.get("enum")), *listed):
-        found.add({str: "string", type(None): "null"}.get(type(value), "other"))
+        names.add({str: "string", type(None): "null"}.get(type(value), "other"))
     inner = [item for key in ("anyOf", "oneOf", "allOf") for item in _items(schema.get(key))]
     if isinstance(name := schema.get("$ref"), str):
         place: Any = root
         for key in name.removeprefix("#/").split("/"):
             place = place.get(key) if isinstance(place, Mapping) else None
         inner.append(place)
-    return found.union(*(_find_kinds(item, root, depth + 1) for item in inner))
+    return names.union(*(_find_kinds(item, root, depth + 1) for item in inner))
 
 
 def _items(value: Any) -> list[Any]:
@@ -358,8 +358,8 @@ def _items(value: Any) -> list[Any]:
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Return where a pattern's match at a place ends, the place itself if there is none."""
-    found = pattern.match(text, at)
-    return at if found is None else found.end()
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -64,10 +64,10 @@ class ChatTemplate:
         tokens = tuple(read_special_tokens(directory).items())
         templates = read_templates(directory)
         if name not in templates:
-            found = f"only {', '.join(sorted(templates))}" if templates else "none"
+            others = f"only {', '.join(sorted(templates))}" if templates else "none"
             raise TemplateError(
                 f"no chat template {name!r} in {directory}: looked in chat_template.jinja and in "
-                f"tokenizer_config.json, found {found}. Give a template"
+                f"tokenizer_config.json, found {others}. Give a template"
                 " (jaxllm chat --chat-template FILE), or generate from plain text (jaxllm generate)"
             )
         return cls(

@@ -75,7 +75,7 @@ def read_embedding_settings(directory: Path) -> EmbeddingSettings:
     Raises:
         CheckpointError: a file is malformed, or asks for a step or a pooling that jaxllm lacks.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if path_exists(directory / MODULES):
         text = read_text(path_inside(directory, MODULES))
         where = str(directory / MODULES)
@@ -84,9 +84,9 @@ def read_embedding_settings(directory: Path) -> EmbeddingSettings:
                 case "Transformer":
                     pass
                 case "Pooling":
-                    found["pooling"] = _read_pooling(directory, module.path)
+                    fields["pooling"] = _read_pooling(directory, module.path)
                 case "Normalize":
-                    found["normalize"] = True
+                    fields["normalize"] = True
                 case other:
                     raise CheckpointError(f"{where}: {other:.60} is not supported")
     if path_exists(directory / PROMPTS):
@@ -95,8 +95,8 @@ def read_embedding_settings(directory: Path) -> EmbeddingSettings:
         prompts, default = given.prompts or {}, given.default_prompt_name
         if default is not None and default not in prompts:
             raise CheckpointError(f"{where}: prompts has no {default!r:.40} (default_prompt_name)")
-        found |= {"prompts": prompts, "default_prompt": default}
-    return EmbeddingSettings(**found)
+        fields |= {"prompts": prompts, "default_prompt": default}
+    return EmbeddingSettings(**fields)
 
 
 def _read_pooling(directory: Path, folder: str) -> str:

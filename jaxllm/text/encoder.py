@@ -48,12 +48,12 @@ class ListedMerges:
         """Return the merges among these pieces, the first one first."""
         if not (known := frozenset(pieces)):
             return []
-        ranks, found = self._ranks, {}
+        ranks, merges = self._ranks, {}
         for left, right in ((p[:cut], p[cut:]) for p in known for cut in range(1, len(p))):
             if left in known and right in known:
-                found[ranks.get(f"{left} {right}", -1)] = left, right
-        found.pop(-1, None)
-        return [found[rank] for rank in sorted(found)]
+                merges[ranks.get(f"{left} {right}", -1)] = left, right
+        merges.pop(-1, None)
+        return [merges[rank] for rank in sorted(merges)]
 
 
 class ScoredMerges:

@@ -254,14 +254,14 @@ def _tokens_around(tree: dict[str, Any], place: int) -> list[str]:
     processor = tree.get("post_processor")
     if not isinstance(processor, dict):
         return []
-    found, steps = [], processor.get("processors") or [processor]
+    tokens, steps = [], processor.get("processors") or [processor]
     for step in steps if isinstance(steps, list) else []:
         single = step.get("single") if isinstance(step, dict) else None
         item = single[place] if isinstance(single, list) and single else None
         special = item.get("SpecialToken") if isinstance(item, dict) else None
         if isinstance(special, dict) and isinstance(special.get("id"), str):
-            found.append(special["id"])
-    return found
+            tokens.append(special["id"])
+    return tokens
 
 
 def write_tokenizer(

@@ -209,9 +209,9 @@ class _Parser:
         return self.regex[self.at : self.at + 1]
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        if found := pattern.match(self.regex, self.at):
-            self.at = found.end()
-        return found
+        if match := pattern.match(self.regex, self.at):
+            self.at = match.end()
+        return match
 
     def read(self) -> tuple[tuple[_Item, ...], ...]:
         """Return the alternatives of the regex."""
@@ -257,15 +257,15 @@ class _Parser:
         least: int
         most: int | None
         least, most = 1, 1
-        if found := self._take(_QUANTIFIER):
-            if sign := found[1]:
+        if match := self._take(_QUANTIFIER):
+            if sign := match[1]:
                 least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
             else:
-                least = int(found[2] or 0)
-                most = int(found[4]) if found[4] else (None if found[3] else least)
+                least = int(match[2] or 0)
+                most = int(match[4]) if match[4] else (None if match[3] else least)
                 if most is not None and most < least:
-                    raise ValueError(f"{found[0]} has a minimum above its maximum")
-                least = 0 if found[5] else least
+                    raise ValueError(f"{match[0]} has a minimum above its maximum")
+                least = 0 if match[5] else least
             if self._take(_QUANTIFIER):
                 raise ValueError("it repeats a repeat")
             if (most or least) > MAX_REPEAT:
@@ -292,7 +292,7 @@ class _Parser:
         self.at += 1
 
     def _escape(self) -> str:
-        found = self._take(_ESCAPE)
-        if found is None:
+        match = self._take(_ESCAPE)
+        if match is None:
             raise ValueError(f"{self.regex[self.at : self.at + 2]!r} is not supported")
-        return found[0]
+        return match[0]

@@ -192,12 +192,12 @@ class StateLayout:
 
 def _place_like(array: Any, like: jax.Array) -> jax.Array:
     """Put a host array where `like` is, with its dtype."""
-    mine = array.astype(like.dtype)
+    cast = array.astype(like.dtype)
     if is_multiprocess():
-        return jax.make_array_from_callback(mine.shape, like.sharding, lambda index: mine[index])
+        return jax.make_array_from_callback(cast.shape, like.sharding, lambda index: cast[index])
     where = like.sharding if isinstance(like.sharding, NamedSharding) else None
-    found: jax.Array = jax.device_put(mine, where)
-    return found
+    placed: jax.Array = jax.device_put(cast, where)
+    return placed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,14 +84,14 @@ class PruneGradually:
         shares = self.fractions
         # The last pruning is at `end`, even if `end - begin` is not a multiple of `every`.
         at = jnp.where(step == self.end, len(shares) - 1, (step - self.begin) // self.every)
-        now = (step >= self.begin) & (step <= self.end)
-        now &= ((step - self.begin) % self.every == 0) | (step == self.end)
+        is_due = (step >= self.begin) & (step <= self.end)
+        is_due &= ((step - self.begin) % self.every == 0) | (step == self.end)
         kept = {path: _restore_zeros(old[path], new[path]) for path in self.paths}
 
         def prune(kept: TrainedParams) -> TrainedParams:
             return {path: self._prune(x, at, shares) for path, x in kept.items()}
 
-        return {**new, **jax.lax.cond(now, prune, lambda kept: kept, kept)}
+        return {**new, **jax.lax.cond(is_due, prune, lambda kept: kept, kept)}
 
     def _prune(
         self, weight_OI: jax.Array, index: jax.Array, fractions: tuple[float, ...]

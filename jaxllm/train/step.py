@@ -323,5 +323,5 @@ def _multiply(
         return slope_RI.astype(x_RI.dtype), slope_OI.astype(x_RI.dtype)
 
     multiply.defvjp(forward, backward)
-    found: Callable[..., jax.Array] = multiply
-    return found(x_RI, weight)
+    product: Callable[..., jax.Array] = multiply
+    return product(x_RI, weight)

@@ -84,8 +84,8 @@ def _sort_params(params: Params, config: MoEConfig) -> Params:
 def _common_fields(config: ModelConfig, mixture: type[MoEConfig], **extra: Any) -> dict[str, Any]:
     """Return the config fields that both families have, and `extra`."""
     fields = {f.name for f in dataclasses.fields(mixture)}
-    mine = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {**{k: v for k, v in mine.items() if k in fields}, **extra}
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {**{k: v for k, v in values.items() if k in fields}, **extra}
 
 
 def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:

@@ -62,7 +62,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[_Count, _Count]
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     """A safetensors header: metadata, entries in file order, and the byte where tensors begin."""
 
     metadata: dict[str, str]
@@ -121,7 +121,7 @@ def empty_aligned(shape: tuple[int, ...], dtype: Any, *, zeroed: bool = False) -
     return raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT].view(dtype).reshape(shape)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """Read the header of a safetensors file, and check it against the file's size.
 
     Raises:
@@ -157,7 +157,7 @@ def read_header(path: Path) -> Header:
             f"{where} describes {8 + length + end:,} bytes, but the file has {size:,}. It may be"
             " truncated: download it again"
         )
-    return Header(metadata, entries, 8 + length)
+    return SafetensorsHeader(metadata, entries, 8 + length)
 
 
 def write_tensors(

@@ -144,7 +144,7 @@ def make_data(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
 
 def measure_recipes(
     name: str, recipes: dict[str, list[list[str]]], texts: Sequence[Path] = ()
-) -> dict[str, list[report.Row]]:
+) -> dict[str, list[report.ReportRow]]:
     """Return the rows of all recipes by block, after a block with the original model."""
     lm = jaxllm.load(name, dtype="float32")
     data = make_data(name, lm, texts)
@@ -164,12 +164,12 @@ def measure_recipes(
                 results[block].append(evaluator.measure(label, state, seconds))
             except JaxllmError as error:
                 print(f"{label}: {error}", file=sys.stderr)
-                results[block].append(report.Row(step=f"{label}: refused"))
+                results[block].append(report.ReportRow(step=f"{label}: refused"))
             print(report.summarize(results[block][-1]), file=sys.stderr, flush=True)
     return results
 
 
-def format_markdown(rows: Sequence[report.Row]) -> str:
+def format_markdown(rows: Sequence[report.ReportRow]) -> str:
     """Format a table for BENCHMARKS.md."""
     columns = [(name, show) for name, show in report.COLUMNS if name not in ("tokens/s", "+/-")]
     lines = [["recipe", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]

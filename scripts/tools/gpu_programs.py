@@ -33,7 +33,7 @@ from jaxllm.cache.kv import init_cache
 from jaxllm.config.model import Rope
 from jaxllm.evaluate import bench
 from jaxllm.generation.batching.active import empty_rows
-from jaxllm.generation.loops.rounds import SERVED_ROUNDS, LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rounds import SERVED_ROUNDS, LoopInputs, LoopPlan, Tails
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
 from jaxllm.models.compiled_steps import PREFILL
@@ -248,7 +248,7 @@ def burst(rows: int, slots: int, packed: bool) -> Compiled:
     )
     kinds = on_card(jax.ShapeDtypeStruct((1, rows), bool))
     made = compile_for_gpu(
-        SERVED_ROUNDS, Plan(model.clone(packed=packed), 16), LoopInputs(params, kind_KR=kinds),
+        SERVED_ROUNDS, LoopPlan(model.clone(packed=packed), 16), LoopInputs(params, uses_KR=kinds),
         Tails(tail), state.replace(samplers=(stacked,)), ints(), ints(),
     )  # fmt: skip
     return dataclasses.replace(made, is_loop=True)

@@ -9,12 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxllm.batch_inference.rows import Row, check_rows, parse_lines, read_rows
+from jaxllm.batch_inference.rows import BatchRow, check_rows, parse_lines, read_rows
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import split_lines
 
 
-def parse(*lines: str, field: str | None = None) -> list[Row]:
+def parse(*lines: str, field: str | None = None) -> list[BatchRow]:
     return list(parse_lines(io.BytesIO("\n".join(lines).encode()), field))
 
 
@@ -103,10 +103,10 @@ def test_field_option_reads_prompts_from_column(tmp_path: Path) -> None:
     table = pyarrow.table({"id": [4, 5], "text": ["one", None], "url": [b"x", b"y"]})
     pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
     one, two = read_rows(tmp_path / "set.parquet", field="text")
-    assert one == Row(1, 4, {"prompt": "one"})
+    assert one == BatchRow(1, 4, {"prompt": "one"})
     assert (two.id, two.complaint) == (5, "line 2 has no text")
     (line,) = parse('{"text": "a", "id": 9, "temperature": 2}', field="text")
-    assert line == Row(1, 9, {"prompt": "a"})
+    assert line == BatchRow(1, 9, {"prompt": "a"})
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"x"]}), tmp_path / "bytes.parquet")
     (row,) = read_rows(tmp_path / "bytes.parquet")
     assert "values that JSON does not allow" in str(row.complaint)

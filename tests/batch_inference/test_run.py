@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxllm.batch_inference.rows import Row
+from jaxllm.batch_inference.rows import BatchRow
 from jaxllm.batch_inference.run import RunSummary, run_job
 from jaxllm.batch_inference.tasks import Answer, BatchJob
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import lock_file
 
-ROWS = [Row(n + 1, f"row {n}", {"prompt": [n]}) for n in range(10)]
+ROWS = [BatchRow(n + 1, f"row {n}", {"prompt": [n]}) for n in range(10)]
 JOB = BatchJob(task="generate", options={"max_new_tokens": 2})
 FACTS = {"model": "one"}
 
@@ -24,7 +24,7 @@ class Answerer:
     def __init__(self, stop: int = 99) -> None:
         self.stop, self.lines = stop, list[int]()
 
-    def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Answer]]:
+    def __call__(self, rows: Iterable[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
         left = list(rows)
         for first in range(0, len(left), 2):
             for row in reversed(left[first : first + 2]):

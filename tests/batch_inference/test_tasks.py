@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.batch_inference.rows import Row, parse_lines
+from jaxllm.batch_inference.rows import BatchRow, parse_lines
 from jaxllm.batch_inference.tasks import Answer, BatchJob, answer_rows, row_seed
 from jaxllm.errors import ConfigError, SamplingError
 from jaxllm.generation import embeddings
@@ -47,7 +47,7 @@ def lm(model: Any) -> Any:
 
 def answer(
     lm: Any, lines: Iterable[str], task: str = "generate", batch_size: int = 2, **options: Any
-) -> list[tuple[Row, Answer]]:
+) -> list[tuple[BatchRow, Answer]]:
     if task == "generate":
         options = {"max_new_tokens": 3, **options}
     job = BatchJob(task=task, options=options, batch_size=batch_size)
@@ -80,11 +80,11 @@ def test_rows_are_read_as_others_finish(lm: Any) -> None:
     """A short row is answered before a long one, and few rows are read ahead."""
     read = 0
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[BatchRow]:
         nonlocal read
         for line in range(1, 41):
             read += 1
-            yield Row(line, line, {"prompt": [5], "max_new_tokens": 30 if line == 1 else 2})
+            yield BatchRow(line, line, {"prompt": [5], "max_new_tokens": 30 if line == 1 else 2})
 
     answers = answer_rows(lm, BatchJob(task="generate", options={}, batch_size=2), rows())
     order = [next(answers)[0].line]

@@ -12,7 +12,7 @@ from jaxllm.cli.compress import CalibrationOptions
 from jaxllm.compress import registry
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.pipeline import compress
-from jaxllm.compress.recipe import ModelState, Step, StepContext
+from jaxllm.compress.recipe import ModelState, StepSpec, StepContext
 from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
@@ -42,7 +42,7 @@ def calibrated(work: StepContext[Any]) -> ModelState:
 def halving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a step that needs calibration data."""
     SEEN.clear()
-    step = Step("scale", "halve", calibrated, "half of it")
+    step = StepSpec("scale", "halve", calibrated, "half of it")
     monkeypatch.setattr(registry, "STEPS", (*registry.STEPS, step))
 
 
@@ -183,7 +183,7 @@ def test_failed_step_leaves_no_files(
         ("", "go: x", "got 'go: x', expected 'go:'"),
         ("on", "go: on", "jaxllm: layers.0 makes NaN of the text"),
     ):
-        step = Step("go", method, fails, "wrong", needs_calibration=False)
+        step = StepSpec("go", method, fails, "wrong", needs_calibration=False)
         monkeypatch.setattr(registry, "STEPS", (step,))
         status, out, err = run(*command, line)
         assert (status, out) == (1, "")

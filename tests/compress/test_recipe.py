@@ -19,7 +19,7 @@ from jaxllm.compress.recipe import (
     ModelState,
     Options,
     RuleOptions,
-    Step,
+    StepSpec,
     StepContext,
     check_repeats,
     parse_line,
@@ -49,9 +49,9 @@ def unchanged(work: StepContext[Any]) -> ModelState:
 
 
 TABLE = (
-    Step("prune", "much", unchanged, "zeros", PATTERN, Settings),
-    Step("prune", "little", unchanged, "fewer zeros"),
-    Step("store", "", unchanged, "another format", FORMAT, Options, False),
+    StepSpec("prune", "much", unchanged, "zeros", PATTERN, Settings),
+    StepSpec("prune", "little", unchanged, "fewer zeros"),
+    StepSpec("store", "", unchanged, "another format", FORMAT, Options, False),
 )
 
 

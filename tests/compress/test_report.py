@@ -16,7 +16,7 @@ from jaxllm.compress.recipe import ModelState, parse_line
 from jaxllm.compress.registry import STEPS
 from jaxllm.compress.report import (
     ORIGINAL,
-    Row,
+    ReportRow,
     StepEvaluator,
     as_json,
     as_table,
@@ -100,15 +100,15 @@ def test_measured_rows_are_reused(
     assert scale.original_row(journal) == first
     assert scale.step_row(StepResult(LINE, None, None, own)) == row
     elsewhere = StepEvaluator(lm, None, speed=False)
-    assert elsewhere.step_row(StepResult(LINE, None, None, own)) == Row(step=str(LINE))
+    assert elsewhere.step_row(StepResult(LINE, None, None, own)) == ReportRow(step=str(LINE))
 
 
 ROWS = [
-    Row(
+    ReportRow(
         step=ORIGINAL, bytes=4_000_000, perplexity=10.0, kl=0.0, kl_error=0.0, same_top=1.0, ratio=1
     ),
-    Row(step="quantize: rtn int8", bytes=1_000_000, kl=0.001234, seconds=2.04),
-    Row(step="prune: much", bytes=500_000, kl=0.25, ratio=float("nan"), tokens_per_second=12.34),
+    ReportRow(step="quantize: rtn int8", bytes=1_000_000, kl=0.001234, seconds=2.04),
+    ReportRow(step="prune: much", bytes=500_000, kl=0.25, ratio=float("nan"), tokens_per_second=12.34),
 ]
 
 
@@ -180,5 +180,5 @@ def test_plot_draws_one_or_several_runs(runs: Any, tmp_path: Path, figures: list
 
 def test_plot_without_quality_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to plot"):
-        plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
+        plot({"one": [ReportRow(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
     assert not (tmp_path / "costs.png").exists()

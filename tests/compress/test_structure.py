@@ -16,7 +16,7 @@ import transformers
 import jaxllm
 from jaxllm import models
 from jaxllm.compress.methods import layer_pruning, salience, structured_pruning
-from jaxllm.compress.methods.parameter_groups import Kind, group_slices
+from jaxllm.compress.methods.parameter_groups import Groups, group_slices
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
@@ -80,7 +80,7 @@ def ours(smaller: structured_pruning.SmallerModel, token_BT: np.ndarray) -> jax.
     ("family", "kind"), [("llama", "heads"), ("llama", "channels"), ("gpt2", "channels")]
 )
 def test_dropped_groups_equal_masked_model(
-    family: str, kind: Kind, twins: Any, tmp_path: Path
+    family: str, kind: Groups, twins: Any, tmp_path: Path
 ) -> None:
     """Dropping heads or channels gives the logits of masking them, and transformers loads the
     result with equal logits.
@@ -192,7 +192,7 @@ def test_salience_equals_torch(family: str, twins: Any) -> None:
         narrow = rows("self_attn.k_proj") + rows("self_attn.v_proj")
         return wide.reshape(4, 12).sum(axis=1) + narrow.reshape(4, 6).sum(axis=1)
 
-    kinds: tuple[Kind, ...] = ("heads", "channels")
+    kinds: tuple[Groups, ...] = ("heads", "channels")
     for kind in kinds:
         for by in salience.SALIENCES:
             made = salience.measure_salience(twin.model, twin.params, kind, by, token_NT)

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_store, run_steps
-from jaxllm.compress.recipe import ModelState, Recipe, Step, StepContext, parse_lines
+from jaxllm.compress.recipe import ModelState, Recipe, StepSpec, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import lock_file
@@ -138,9 +138,9 @@ def drop_last_layer(work: StepContext[Any]) -> ModelState:
 
 
 TABLE = (
-    Step("scale", "halve", halve, "half"),
-    Step("drop", "last", drop_last_layer, "a layer less"),
-    Step("drop", "quickly", drop_last_layer, "a layer less", needs_calibration=False),
+    StepSpec("scale", "halve", halve, "half"),
+    StepSpec("drop", "last", drop_last_layer, "a layer less"),
+    StepSpec("drop", "quickly", drop_last_layer, "a layer less", needs_calibration=False),
 )
 LINES = ["scale: halve", "drop: last", "drop: quickly", "scale: halve"]
 CALIBRATION = from_tokens(np.arange(8).reshape(2, 4))
@@ -265,7 +265,7 @@ def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
         return dataclasses.replace(work.state, params=drop_last_layer(work).params)
 
     lines = parse_lines(
-        ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)
+        ["drop: badly"], (StepSpec("drop", "badly", broken, "", needs_calibration=False),)
     )
     with pytest.raises(ValueError, match=r"drop: badly: .* wrong shape at layers\.3"):
         list(run_steps(lm, lines, None, TensorStore()))

@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.compiled_steps import _decode_step, _prefill
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import native
-from jaxllm.plan.collective import Collective, Step, rows_per_device
+from jaxllm.plan.collective import Collective, StepSizes, rows_per_device
 from jaxllm.plan.communication import step_collectives
 from jaxllm.plan.estimate import Plan, PlanQuery, plan
 from jaxllm.plan.hardware import HARDWARE, parse_hardware
@@ -110,7 +110,7 @@ def check(over: Any, shared: Any, exact: bool = False) -> None:
 
 def planned(model: Any, tokens: int, **how: Any) -> list[Collective]:
     return step_collectives(
-        Step(model.config, model.precision, model.axes, ROWS, tokens, SLOTS, **how)
+        StepSizes(model.config, model.precision, model.axes, ROWS, tokens, SLOTS, **how)
     )
 
 
@@ -216,7 +216,7 @@ def test_working_bytes_are_within_factor_of_compiled(
         held = compiled(over, shared, cache, tokens, donate_argnums=0).memory_analysis()
     some = dataclasses.replace(make_query(over, over.axes), batch=rows, context=slots)
     groups = some.prompt_groups if tokens > 1 else 1
-    step = Step(over.config, over.precision, over.axes, rows, tokens, slots, groups=groups)
+    step = StepSizes(over.config, over.precision, over.axes, rows, tokens, slots, groups=groups)
     wanted = working_bytes(step)
     assert wanted / ERROR_FACTOR <= held.temp_size_in_bytes <= wanted * ERROR_FACTOR
 

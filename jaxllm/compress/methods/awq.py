@@ -23,7 +23,7 @@ from jaxllm.compress.recipe import (
     INTEGER_FORMAT,
     ModelState,
     RuleOptions,
-    Step,
+    StepSpec,
     StepContext,
     parse_integer_format,
 )
@@ -103,7 +103,7 @@ def _round_scaled(weight_OI: jax.Array, scale_I: jax.Array, target: IntFormat) -
     return (leaf.to_dense() / scale_I[None]).astype(weight_OI.dtype)
 
 
-STEP = Step(
+STEP = StepSpec(
     "quantize",
     "awq",
     awq,

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, Step, StepContext
+from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, StepSpec, StepContext
 from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
 from jaxllm.weights.paths import first_match, map_leaves
 from jaxllm.weights.sparse_speed import log_slow_formats
@@ -46,7 +46,7 @@ def convert_inner(weight: Weight, name: str) -> Weight:
     return changed
 
 
-STORE = Step(
+STORE = StepSpec(
     "store",
     "",
     store,
@@ -56,7 +56,7 @@ STORE = Step(
     needs_calibration=False,
     supports_experts=True,
 )
-DYNAMIC_INPUTS = Step(
+DYNAMIC_INPUTS = StepSpec(
     "activations",
     "dynamic",
     dynamic_inputs,

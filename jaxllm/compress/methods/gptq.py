@@ -13,7 +13,7 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    Step,
+    StepSpec,
     StepContext,
     match_paths,
     parse_integer_format,
@@ -66,7 +66,7 @@ def check_gptq(shapes: Shapes, argument: str, options: GptqOptions) -> None:
             raise ConfigError(f"{path} belongs to experts: act_order requires static_groups=true")
 
 
-STEP = Step(
+STEP = StepSpec(
     "quantize",
     "gptq",
     gptq,

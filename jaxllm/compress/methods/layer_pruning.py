@@ -24,7 +24,7 @@ from jaxllm.compress.methods.structured_pruning import (
     count_removed,
     parse_amount,
 )
-from jaxllm.compress.recipe import ModelState, Options, Step, StepContext
+from jaxllm.compress.recipe import ModelState, Options, StepSpec, StepContext
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.model import Model
@@ -179,7 +179,7 @@ def _cosines_of_batch(
     return jnp.stack([(a * b).sum(axis=-1) for a, b in pairs])
 
 
-STEP = Step(
+STEP = StepSpec(
     "drop",
     "layers",
     drop_layers,

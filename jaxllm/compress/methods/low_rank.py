@@ -36,7 +36,7 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    Step,
+    StepSpec,
     StepContext,
     match_paths,
     shapes_by_path,
@@ -398,7 +398,7 @@ def _check_inputs(w_OI: np.ndarray, shape: tuple[int, ...], size: float) -> None
         raise ConfigError("all inputs are zero: the approximation is undefined")
 
 
-SVD = Step(
+SVD = StepSpec(
     "factor",
     "svd",
     svd,
@@ -408,7 +408,7 @@ SVD = Step(
     needs_calibration=False,
     check=check_factors,
 )
-ASVD = Step(
+ASVD = StepSpec(
     "factor",
     "asvd",
     partial(
@@ -423,7 +423,7 @@ ASVD = Step(
     AsvdOptions,
     check=check_factors,
 )
-SVD_LLM = Step(
+SVD_LLM = StepSpec(
     "factor",
     "svdllm",
     partial(

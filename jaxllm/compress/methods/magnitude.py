@@ -13,7 +13,7 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    Step,
+    StepSpec,
     StepContext,
     check_pattern,
 )
@@ -99,7 +99,7 @@ def _count_values(values: np.ndarray) -> np.ndarray:
     return np.bincount(values, minlength=1 << 16)
 
 
-STEP = Step(
+STEP = StepSpec(
     "prune",
     "magnitude",
     magnitude,

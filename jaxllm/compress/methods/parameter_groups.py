@@ -18,7 +18,7 @@ from jaxllm.weights.formats import weight_format
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.base import WeightBase
 
-Kind = Literal["heads", "channels"]
+Groups = Literal["heads", "channels"]
 
 
 class GroupKind(NamedTuple):
@@ -38,7 +38,7 @@ def _fewer_heads(config: ModelConfig, count: int) -> dict[str, Any]:
     return {"num_key_value_heads": count, "num_attention_heads": count * ratio}
 
 
-GROUP_KINDS: dict[Kind, GroupKind] = {
+GROUP_KINDS: dict[Groups, GroupKind] = {
     "heads": GroupKind(lambda c: c.num_key_value_heads, lambda f: f.head_linears, _fewer_heads),
     "channels": GroupKind(
         lambda c: c.intermediate_size,
@@ -48,7 +48,7 @@ GROUP_KINDS: dict[Kind, GroupKind] = {
 }
 
 
-def group_count(config: ModelConfig, kind: Kind) -> int:
+def group_count(config: ModelConfig, kind: Groups) -> int:
     """Return the number of groups per layer: key/value heads, or channels."""
     return GROUP_KINDS[kind].group_count(config)
 
@@ -66,7 +66,7 @@ class GroupSlice(NamedTuple):
     index_Gn: np.ndarray
 
 
-def group_slices(config: ModelConfig, kind: Kind, layer: Params, path: str) -> Iterator[GroupSlice]:
+def group_slices(config: ModelConfig, kind: Groups, layer: Params, path: str) -> Iterator[GroupSlice]:
     """Yield the parts of a layer's groups in every parameter. path: the layer's, for messages.
 
     Raises ConfigError for a quantized weight.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.methods.formats import convert_inner
-from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, Step, StepContext
+from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, StepSpec, StepContext
 from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.quantize import KEPT_RULES, Rules, find_format
@@ -114,7 +114,7 @@ def _gram_blocks(stats: InputStats, group: int, width: int) -> jax.Array:
     return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
 
 
-STEP = Step(
+STEP = StepSpec(
     "quantize",
     "rtn",
     rtn,

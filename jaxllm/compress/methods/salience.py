@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.methods.parameter_groups import Kind, group_count, group_slices
+from jaxllm.compress.methods.parameter_groups import Groups, group_count, group_slices
 from jaxllm.errors import NonFiniteError
 from jaxllm.evaluate.likelihood.score import logits
 from jaxllm.models.layers import Trace
@@ -39,7 +39,7 @@ Arrays = dict[str, Any]  # by path
 def measure_salience(
     model: Model,
     params: Params,
-    kind: Kind,
+    kind: Groups,
     criterion: Salience,
     token_NT: np.ndarray,
     *,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxllm.compress.channel_scaling import fold_scale
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.layerwise import LayerInputs, get_module, match_linears, run_layerwise
-from jaxllm.compress.recipe import Fraction, ModelState, RuleOptions, Step, StepContext
+from jaxllm.compress.recipe import Fraction, ModelState, RuleOptions, StepSpec, StepContext
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import Params
 
@@ -46,7 +46,7 @@ def smoothquant_scale(weights: list[Weight], stats: InputStats, alpha: float) ->
     return jnp.maximum(scale_I, 1e-5)
 
 
-STEP = Step(
+STEP = StepSpec(
     "smooth",
     "smoothquant",
     smoothquant,

@@ -13,7 +13,7 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    Step,
+    StepSpec,
     StepContext,
     check_pattern,
     parse_integer_format,
@@ -57,7 +57,7 @@ def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGptOptions) ->
         parse_integer_format(options.quantize)
 
 
-STEP = Step(
+STEP = StepSpec(
     "prune",
     "sparsegpt",
     sparsegpt,

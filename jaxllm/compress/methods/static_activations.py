@@ -21,7 +21,7 @@ from jaxllm.compress.methods.observers import (
     min_max,
     observe,
 )
-from jaxllm.compress.recipe import ModelState, RuleOptions, Step, StepContext
+from jaxllm.compress.recipe import ModelState, RuleOptions, StepSpec, StepContext
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import LinearGroup
 from jaxllm.weights.paths import Params
@@ -97,7 +97,7 @@ def _find_qparams(
     return find_qparams(bounds, QRANGE, symmetric=options.symmetric)
 
 
-STEP = Step(
+STEP = StepSpec(
     "activations",
     "static",
     static_inputs,

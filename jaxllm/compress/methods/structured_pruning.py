@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxllm import models
 from jaxllm.compress.layerwise import replace_leaves
-from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Kind, group_count, group_slices
+from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Groups, group_count, group_slices
 from jaxllm.compress.methods.salience import Salience, keep_most_salient, measure_salience
-from jaxllm.compress.recipe import Argument, ModelState, Options, Step, StepContext
+from jaxllm.compress.recipe import Argument, ModelState, Options, StepSpec, StepContext
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params
@@ -34,7 +34,7 @@ class GroupOptions(Options, frozen=True):
     by: Salience = "inputs"
 
 
-def drop_groups(kind: Kind, context: StepContext[GroupOptions]) -> ModelState:
+def drop_groups(kind: Groups, context: StepContext[GroupOptions]) -> ModelState:
     """Drop key/value heads with the query heads that share them, or channels of the MLPs."""
     state = context.state
     total = group_count(state.config, kind)
@@ -53,7 +53,7 @@ def drop_groups(kind: Kind, context: StepContext[GroupOptions]) -> ModelState:
     return dataclasses.replace(state, config=config, params=params)
 
 
-def narrow_config(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
+def narrow_config(config: ModelConfig, kind: Groups, count: int) -> ModelConfig:
     """Return the configuration with `count` groups in each layer.
 
     Raises ConfigError if the family does not support it, or `count` is not from 1 to the
@@ -82,7 +82,7 @@ def narrow_config(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
 
 
 def cut_groups(
-    config: ModelConfig, params: Params, kind: Kind, keep: Sequence[Sequence[int] | np.ndarray]
+    config: ModelConfig, params: Params, kind: Groups, keep: Sequence[Sequence[int] | np.ndarray]
 ) -> SmallerModel:
     """Return the model with only the groups `keep` in each layer, in their order.
 
@@ -136,7 +136,7 @@ def count_removed(total: int, amount: float | int, noun: str) -> int:
 
 
 AMOUNT = Argument("COUNT|SHARE%", parse_amount)
-HEADS = Step(
+HEADS = StepSpec(
     "drop",
     "heads",
     partial(drop_groups, "heads"),
@@ -144,7 +144,7 @@ HEADS = Step(
     AMOUNT,
     GroupOptions,
 )
-CHANNELS = Step(
+CHANNELS = StepSpec(
     "drop",
     "channels",
     partial(drop_groups, "channels"),

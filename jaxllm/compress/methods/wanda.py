@@ -12,7 +12,7 @@ from jaxllm.compress.recipe import (
     PATTERN,
     ModelState,
     RuleOptions,
-    Step,
+    StepSpec,
     StepContext,
     check_pattern,
 )
@@ -38,7 +38,7 @@ def prune_wanda(weight: Weight, stats: InputStats, sparsity: Sparsity) -> jax.Ar
     return zero_lowest(array, score_OI, sparsity, rows=True)
 
 
-STEP = Step(
+STEP = StepSpec(
     "prune",
     "wanda",
     wanda,

@@ -129,10 +129,10 @@ def divergence(
 
 def check_pair(model: Model, other: Model) -> None:
     """Raise ConfigError for models with vocabularies of different sizes."""
-    ours, theirs = model.config.vocab_size, other.config.vocab_size
-    if ours != theirs:
+    size, other_size = model.config.vocab_size, other.config.vocab_size
+    if size != other_size:
         raise ConfigError(
-            f"the models have vocabularies of {ours} and {theirs} tokens: expected the same"
+            f"the models have vocabularies of {size} and {other_size} tokens: expected the same"
             " vocabulary"
         )
 

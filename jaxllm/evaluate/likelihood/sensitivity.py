@@ -115,8 +115,8 @@ def measure_sensitivity(
         done()
         for name, regex in names.items():
             variant, before, after = _quantize_group(params, wide, regex, format)
-            found = logits_divergence(model, batches, references, run_batches(variant))
-            results.append(Sensitivity(name, regex, found, before, after))
+            divergence = logits_divergence(model, batches, references, run_batches(variant))
+            results.append(Sensitivity(name, regex, divergence, before, after))
             done()
     return sorted(results, key=lambda s: -s.divergence.kl.mean)
 

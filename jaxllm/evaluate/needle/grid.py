@@ -168,8 +168,8 @@ def _run_cell(
 ) -> Cell:
     room = max(len(ids) for p in probes for ids in p.answers)
     rows, answers = [p.tokens for p in probes], [p.answers for p in probes]
-    found = prefill_texts(model, params, rows, policy=policy, slots=slots, answer_tokens=room)
-    scored = score_answers(model, params, found, answers, policy=policy, answer_tokens=room)
+    prefilled = prefill_texts(model, params, rows, policy=policy, slots=slots, answer_tokens=room)
+    scored = score_answers(model, params, prefilled, answers, policy=policy, answer_tokens=room)
     right_B = np.array([p.right for p in probes])
     each = np.arange(len(probes))
     return Cell(

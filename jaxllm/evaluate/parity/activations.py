@@ -207,7 +207,7 @@ def example_case(texts: Sequence[int] | None, vocab_size: int, length: int) -> P
     return pad_case([ids[:length], ids[length : sum(lengths)]])
 
 
-class Backend(Protocol):
+class ParityBackend(Protocol):
     """An implementation that runs cases; `dtype` is that of its activations."""
 
     @property
@@ -242,14 +242,14 @@ def decoded_arrays(
             slots.
         position_BS: Absolute positions of all slots, negative for empty ones.
     """
-    found = {}
+    arrays = {}
     for layer, pair in zip(layers, entries, strict=True):
         for part, x_BSX in zip("kv", pair, strict=True):
-            found[f"cache {layer}.{part}"] = to_positions(x_BSX, position_BS[:, -x_BSX.shape[1] :])
+            arrays[f"cache {layer}.{part}"] = to_positions(x_BSX, position_BS[:, -x_BSX.shape[1] :])
     fewest = min(x_BSX.shape[1] for pair in entries for x_BSX in pair)
     held_BS = position_BS[:, -fewest:]
-    found["held"] = to_positions(np.ones(held_BS.shape, bool), held_BS)
-    return {**found, LOGITS: np.stack(logits, axis=1)}
+    arrays["held"] = to_positions(np.ones(held_BS.shape, bool), held_BS)
+    return {**arrays, LOGITS: np.stack(logits, axis=1)}
 
 
 def to_positions(x_BSX: np.ndarray, position_BS: np.ndarray) -> np.ndarray:
@@ -320,12 +320,12 @@ class JaxBackend:
         return logits_BV, cache
 
 
-def on_process_zero(make: Callable[[], Backend]) -> Any:
+def on_process_zero(make: Callable[[], ParityBackend]) -> Any:
     """Return a backend that calls `make` and runs only on process 0, which broadcasts its results.
 
     If `make` raises a JaxllmError, all processes raise one with the same message.
     """
-    made: list[Backend] = []
+    made: list[ParityBackend] = []
 
     def describe() -> str:
         made.append(make())

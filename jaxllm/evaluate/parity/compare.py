@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase
+from jaxllm.evaluate.parity.activations import LOGITS, ParityBackend, JaxBackend, ParityCase
 from jaxllm.files import finite_json
 from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.runtime.progress import steps_bar
@@ -99,8 +99,8 @@ class Difference:
 
 def measure(
     name: str,
-    ours: np.ndarray,
-    theirs: np.ndarray,
+    values: np.ndarray,
+    expected: np.ndarray,
     tolerance: Tolerance,
     exact: np.ndarray | None = None,
 ) -> Difference:
@@ -109,12 +109,12 @@ def measure(
     NaN is out of every tolerance; infinity equals only itself.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        a, b = ours.astype(np.float64), theirs.astype(np.float64)
+        a, b = values.astype(np.float64), expected.astype(np.float64)
         error = np.where(a == b, 0.0, np.abs(a - b))
         scale = float(np.abs(b[np.isfinite(b)]).max(initial=0.0))
         bound = tolerance.atol * max(1.0, scale) + tolerance.rtol * np.abs(b)
         beyond = ~((a == b) | (np.isfinite(b) & (error <= bound)))
-        dtype = coarser_dtype(ours.dtype, theirs.dtype)
+        dtype = coarser_dtype(values.dtype, expected.dtype)
         return Difference(
             name=name,
             count=a.size,
@@ -125,7 +125,7 @@ def measure(
             relative_max=_ratio(float(error.max()), scale),
             relative_rms=_ratio(_rms(error), _rms(b)),
             cosine=_cosine(a, b),
-            ulps=histogram(ulp_distance(ours.astype(dtype), theirs.astype(dtype))),
+            ulps=histogram(ulp_distance(values.astype(dtype), expected.astype(dtype))),
             beyond=int(beyond.sum()),
             worst=tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape)),
             drift=None if exact is None else _drift(a, b, exact.astype(np.float64)),
@@ -173,9 +173,9 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))
 
 
-def _drift(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray) -> float:
-    ours_off, theirs_off = _rms(ours - exact), _rms(theirs - exact)
-    return 1.0 if ours_off == theirs_off else _ratio(ours_off, theirs_off)
+def _drift(values: np.ndarray, expected: np.ndarray, exact: np.ndarray) -> float:
+    rms, reference_rms = _rms(values - exact), _rms(expected - exact)
+    return 1.0 if rms == reference_rms else _ratio(rms, reference_rms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,13 +245,13 @@ class Report:
 
 
 def verify(
-    ours: JaxBackend,
-    reference: Backend,
+    backend: JaxBackend,
+    reference: ParityBackend,
     case: ParityCase,
     *,
     new_tokens: int = 32,
     tolerance: Tolerance | None = None,
-    exact: Backend | None = None,
+    exact: ParityBackend | None = None,
     show_progress: bool | None = None,
 ) -> Report:
     """Run a case and `new_tokens` greedy tokens through both backends, and compare.
@@ -267,8 +267,8 @@ def verify(
         TokenError: If the case does not fit the model.
     """
     check_int("new_tokens", new_tokens, 1, error=ConfigError)
-    case.check(ours.model.config, new_tokens)
-    sides = [reference, ours, *([exact] if exact else [])]
+    case.check(backend.model.config, new_tokens)
+    sides = [reference, backend, *([exact] if exact else [])]
     stages: list[dict[str, np.ndarray]] = []
     decoded: list[dict[str, np.ndarray]] = []
     with steps_bar("comparing", 2 * len(sides), show_progress) as advance:
@@ -280,31 +280,31 @@ def verify(
             text_BN = decoded[0][LOGITS].argmax(axis=2) if decoded else None
             decoded.append(side.decode(case, new_tokens, text_BN))
             advance()
-    return make_report(ours, reference, case, stages, decoded, tolerance, exact)
+    return make_report(backend, reference, case, stages, decoded, tolerance, exact)
 
 
 def make_report(
-    ours: Backend,
+    backend: ParityBackend,
     reference: Any,
     case: ParityCase,
     stages: list[dict[str, np.ndarray]],
     decoded: list[dict[str, np.ndarray]],
     tolerance: Tolerance | None,
-    exact: Backend | None = None,
+    exact: ParityBackend | None = None,
 ) -> Report:
     """Return the report of two backends, of which `reference` needs only a name and a dtype.
 
     Args:
-        stages: Activations of the reference, of ours, and of `exact`, if any.
+        stages: Activations of the reference, the backend, and `exact`, if any.
         decoded: Their results of decoding (`activations.decoded_arrays`), or parts of them.
     """
-    dtype = coarser_dtype(np.dtype(ours.dtype), np.dtype(reference.dtype)).name
+    dtype = coarser_dtype(np.dtype(backend.dtype), np.dtype(reference.dtype)).name
     tolerance = tolerance or TOLERANCES[dtype]
     logits = [side[LOGITS] for side in decoded]
     held_BP = np.logical_and.reduce([side["held"] for side in decoded if "held" in side])
     caches = [{n: x for n, x in side.items() if n not in ("held", LOGITS)} for side in decoded]
     return Report(
-        ours=ours.name,
+        ours=backend.name,
         reference=reference.name,
         dtype=dtype,
         tolerance=tolerance,
@@ -325,16 +325,16 @@ def _compare(
 
     start: column of the case where the arrays begin. Raises ConfigError if names or shapes differ.
     """
-    theirs, ours, *exact = sides
-    _check_shapes(ours, theirs)
-    found = []
-    for name in theirs:
-        mine, other, *truth = (side[name][real_BT] for side in (ours, theirs, *exact))
-        difference = measure(name, mine, other, tolerance, *truth)
+    reference, arrays, *exact = sides
+    _check_shapes(arrays, reference)
+    differences = []
+    for name in reference:
+        values, expected, *truth = (side[name][real_BT] for side in (arrays, reference, *exact))
+        difference = measure(name, values, expected, tolerance, *truth)
         first, *rest = difference.worst
         row, column = np.argwhere(real_BT)[first].tolist()
-        found.append(dataclasses.replace(difference, worst=(row, start + column, *rest)))
-    return tuple(found)
+        differences.append(dataclasses.replace(difference, worst=(row, start + column, *rest)))
+    return tuple(differences)
 
 
 def compare_greedy(
@@ -365,17 +365,17 @@ def compare_greedy(
     )
 
 
-def _check_shapes(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    if list(ours) != list(theirs):
-        odd = set(ours).symmetric_difference(theirs)
+def _check_shapes(arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    if list(arrays) != list(reference):
+        odd = set(arrays).symmetric_difference(reference)
         raise ConfigError(
-            f"the two models have different activations: {len(ours)} and {len(theirs)},"
+            f"the two models have different activations: {len(arrays)} and {len(reference)},"
             f" {min(odd)} only in one of them"
         )
-    for name, x in theirs.items():
-        if ours[name].shape != x.shape:
+    for name, x in reference.items():
+        if arrays[name].shape != x.shape:
             raise ConfigError(
-                f"the two models differ in shape: {name} is {ours[name].shape} and {x.shape}"
+                f"the two models differ in shape: {name} is {arrays[name].shape} and {x.shape}"
             )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, TokenError
-from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase, pad_case
+from jaxllm.evaluate.parity.activations import LOGITS, ParityBackend, JaxBackend, ParityCase, pad_case
 from jaxllm.evaluate.parity.compare import Report, Tolerance, make_report
 from jaxllm.files import (
     atomic_directory,
@@ -89,13 +89,13 @@ class CheckResult:
 
 
 def make(
-    directory: Path, ours: JaxBackend, texts: Sequence[Sequence[int]], *, new_tokens: int = 4,
-    source: Backend | None = None,
+    directory: Path, backend: JaxBackend, texts: Sequence[Sequence[int]], *, new_tokens: int = 4,
+    source: ParityBackend | None = None,
 ) -> None:  # fmt: skip
     """Write vectors of a model for texts of at least two tokens each.
 
     The write is atomic. source: backend that computes the values, with the same weights; by default
-    `ours`. Raises CheckpointError if the directory already holds vectors or cannot be written,
+    `backend`. Raises CheckpointError if the directory already holds vectors or cannot be written,
     TokenError for texts that do not fit the model.
     """
     if min(map(len, texts), default=0) < 2 or new_tokens < 1:
@@ -103,9 +103,9 @@ def make(
             "test vectors need texts of at least two tokens, and at least one new token"
         )
     case, _ = _cases(texts)["left"]  # without padding its rows are the texts, one after the other
-    case.check(ours.model.config, new_tokens)
+    case.check(backend.model.config, new_tokens)
     check_vacant(directory, JSON, "vectors")
-    source = source or ours
+    source = source or backend
     with steps_bar("making vectors", 2) as advance:
         tensors = {name: x[case.real_BT] for name, x in source.activations(case).items()}
         advance()
@@ -117,7 +117,7 @@ def make(
         **VECTORS.mark,
         "made_by": source.name,
         "dtype": source.dtype,
-        **_identity(ours),
+        **_identity(backend),
         "stages": list(tensors)[:-2],
         "contents": digest(tensors),
         "texts": [list(map(int, text)) for text in texts],
@@ -175,27 +175,27 @@ def _check_shapes(header: _Header, tensors: Mapping[str, np.ndarray], where: str
         raise CheckpointError(f"{where}: {'; '.join(complaints[:5])}")
 
 
-def check(vectors: Vectors, ours: JaxBackend, *, tolerance: Tolerance | None = None) -> CheckResult:
+def check(vectors: Vectors, side: JaxBackend, *, tolerance: Tolerance | None = None) -> CheckResult:
     """Run every case and compare all activations, even if the weights differ.
 
     tolerance: by default that of the coarser of the two dtypes. Raises ConfigError if the model's
     shapes differ, TokenError for ids outside its vocabulary.
     """
-    header, tensors, identity = vectors.header, vectors.tensors, _identity(ours)
-    differs = tuple(n for n, ours in identity.items() if _drop_defaults(getattr(header, n)) != ours)
+    header, tensors, identity = vectors.header, vectors.tensors, _identity(side)
+    differs = tuple(n for n, x in identity.items() if _drop_defaults(getattr(header, n)) != x)
     starts, reports = np.cumsum([0, *map(len, header.texts)]), {}
     source = SimpleNamespace(name=f"vectors by {header.made_by}", dtype=header.dtype)
     cases = _cases(header.texts)
     with steps_bar("checking", len(cases)) as advance:
         for name, (case, rows) in cases.items():
             text_BN = tensors[GENERATED][rows]
-            case.check(ours.model.config, text_BN.shape[1])
+            case.check(side.model.config, text_BN.shape[1])
             row_BT = np.maximum(case.position_BT + starts[rows][:, None], 0)[:, case.num_cached :]
-            theirs = {stage: tensors[stage][row_BT] for stage in header.stages}
-            found = ours.activations(case)
-            logits = ours.decode(case, text_BN.shape[1], text_BN)[LOGITS]
+            expected = {stage: tensors[stage][row_BT] for stage in header.stages}
+            stages = side.activations(case)
+            logits = side.decode(case, text_BN.shape[1], text_BN)[LOGITS]
             decoded = [{LOGITS: tensors[GENERATED_LOGITS][rows]}, {LOGITS: logits}]
-            reports[name] = make_report(ours, source, case, [theirs, found], decoded, tolerance)
+            reports[name] = make_report(side, source, case, [expected, stages], decoded, tolerance)
             advance()
     return CheckResult(differs, reports)
 
@@ -227,12 +227,12 @@ def _case_records(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     }
 
 
-def _identity(ours: JaxBackend) -> dict[str, Any]:
+def _identity(side: JaxBackend) -> dict[str, Any]:
     """Return config, precision and fingerprint as JSON values, without options that are off."""
     identity = {
-        "config": ours.model.config.to_dict(),
-        "precision": dataclasses.asdict(ours.model.precision),
-        "weights": fingerprint(ours.model.gather_lazy(ours.params)),
+        "config": side.model.config.to_dict(),
+        "precision": dataclasses.asdict(side.model.precision),
+        "weights": fingerprint(side.model.gather_lazy(side.params)),
     }
     plain: dict[str, Any] = _drop_defaults(json.loads(json.dumps(identity)))
     return plain

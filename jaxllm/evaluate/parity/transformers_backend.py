@@ -79,17 +79,17 @@ class TransformersBackend:
             last_B = np.argmax(
                 np.where(position_BT >= 0, np.arange(position_BT.shape[1]), -1), axis=1
             )
-            found = [np.take_along_axis(logits, last_B[:, None, None], axis=1)[:, 0]]
+            steps_BV = [np.take_along_axis(logits, last_B[:, None, None], axis=1)[:, 0]]
         for n in range(1, steps):
-            before_B = found[-1].argmax(axis=1) if forced_BN is None else forced_BN[:, n - 1]
+            before_B = steps_BV[-1].argmax(axis=1) if forced_BN is None else forced_BN[:, n - 1]
             position_B1 = position_BS.max(axis=1, keepdims=True) + 1
             position_BS = np.concatenate([position_BS, position_B1], axis=1)
             logits = self._run(before_B[:, None], position_B1, position_BS, cache)
-            found.append(_numpy(logits)[:, 0])
+            steps_BV.append(_numpy(logits)[:, 0])
         layers = get_family(self._family).layers
         return decoded_arrays(
             [f"{layers}.{layer}" for layer in range(len(cache.layers))],
-            found,
+            steps_BV,
             [(_heads_last(layer.keys), _heads_last(layer.values)) for layer in cache.layers],
             position_BS,
         )
@@ -97,8 +97,8 @@ class TransformersBackend:
     @property
     def _family(self) -> str:
         """Our name of the model_type."""
-        theirs = self.model.config.model_type
-        return next((ours for ours, row in FAMILIES.items() if theirs in row.aliases), theirs)
+        name = self.model.config.model_type
+        return next((family for family, row in FAMILIES.items() if name in row.aliases), name)
 
     @property
     def _activation_names(self) -> list[str]:

@@ -16,7 +16,7 @@ from jaxllm.generation.batching.requests import MAX_TOP_LOGPROBS, Event, Request
 from jaxllm.generation.loops.draft import NO_DRAFT, NO_DRAFTS, Draft, DraftStats
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, put_rows, take_rows
 from jaxllm.generation.loops.microbatch import TokenRun, bucket_rows, row_adapters
-from jaxllm.generation.loops.rounds import LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rounds import LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.generation.sampling.stacked import StackedSampler
@@ -162,10 +162,10 @@ class ServeState(NamedTuple):
 
     def kind_mask(self, places: dict[int, int], size: int) -> np.ndarray:
         """Return which rows use which kind of sampler, bool `[K, size]`. places: of each row."""
-        kind_KR = np.zeros((len(self.kinds), size), bool)
+        uses_KR = np.zeros((len(self.kinds), size), bool)
         for row, r in places.items():
-            kind_KR[self.kinds.index(self.active[row].kind), r] = True
-        return kind_KR
+            uses_KR[self.kinds.index(self.active[row].kind), r] = True
+        return uses_KR
 
     def top_width(self, model: Model) -> int:
         """Return how many likeliest tokens to compute: the least width that all requests fit."""
@@ -259,12 +259,12 @@ def fill_row(
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
 def draw_rows(
-    rows: RowState, kind_KR: jax.Array, out_R1V: jax.Array, row_R: jax.Array | None, top: int
+    rows: RowState, uses_KR: jax.Array, out_R1V: jax.Array, row_R: jax.Array | None, top: int
 ) -> tuple[RowState, Drawn]:
     """Draw from a microbatch's logits `[R, 1, V]`, for rows `row_R`."""
     some, logits_RV = take_rows(rows, row_R), out_R1V[:, 0]
     finite_R = jnp.isfinite(logits_RV).all(axis=1)
-    some, drawn, _ = draw(some, kind_KR, live_rows(some, kind_KR), logits_RV, finite_R, top=top)
+    some, drawn, _ = draw(some, uses_KR, live_rows(some, uses_KR), logits_RV, finite_R, top=top)
     return put_rows(rows, row_R, some), drawn
 
 
@@ -280,7 +280,7 @@ def round_arguments(
         row_R[: len(active)] = list(active)
     places = {row: row if row_R is None else r for r, row in enumerate(active)}
     adapters = {places[row]: one.request.adapter for row, one in active.items()}
-    plan = Plan(model, burst, draft.source, draft.width, top=state.top_width(model))
+    plan = LoopPlan(model, burst, draft.source, draft.width, top=state.top_width(model))
     inputs = LoopInputs(
         params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
         row_adapters(adapters, R),

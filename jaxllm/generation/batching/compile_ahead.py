@@ -124,8 +124,8 @@ def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> It
     places = places.replace(edits=state.edits)
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
     yield
-    kind_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
-    draw_rows.lower(state.rows, kind_KR, out, places.row_R, 0).compile()
+    uses_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
+    draw_rows.lower(state.rows, uses_KR, out, places.row_R, 0).compile()
     yield
     draft = state.draft
     if isinstance(draft.source, Model) and count == 1:

@@ -106,10 +106,10 @@ def decode(
         raise ConfigError("pooling and normalize require output='embeddings', got 'logits'")
     if state.config != model.config:
         raise CacheMismatchError("state belongs to another model. Make it from this model's config")
-    now = read_positions(state)
+    positions = read_positions(state)
     try:
         vectors_ND = _check_vectors(model.config.hidden_size, batch)
-        stages = plan_batch(model.config, now, batch)
+        stages = plan_batch(model.config, positions, batch)
     except TokenError as error:
         return Status(StatusCode.INVALID, str(error)), None, state
     except CapacityError as error:
@@ -117,7 +117,7 @@ def decode(
     if pooling != "none":
         stages = [[run._replace(output_T=run.output_T | True) for run in s] for s in stages]
     results: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
-    ours: set[bool] = set()  # segments copied by this call (shared or not) may be donated
+    copied: set[bool] = set()  # segments copied by this call (shared or not) may be donated
     for runs in (group for stage in stages for group in split_microbatches(stage, n_ubatch)):
         places, at = pack_microbatch(runs, state.batch)
         shared = places.member_RB is not None
@@ -128,11 +128,11 @@ def decode(
             places,
             vectors_PD=_scatter_vectors(vectors_ND, runs, at, places.token_RT.shape),
             output_kind="logits" if output == "logits" else "hidden",
-            donate=donate or shared in ours,
+            donate=donate or shared in copied,
         )
-        ours.add(shared)
+        copied.add(shared)
         results.append((out, runs, at))
-    state = with_positions(state, _update_positions(now, stages))
+    state = with_positions(state, _update_positions(positions, stages))
     outputs = _gather_outputs(results)
     if output == "embeddings":
         outputs = _pool_outputs(outputs, stages, pooling)

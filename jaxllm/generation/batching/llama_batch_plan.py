@@ -155,12 +155,12 @@ def _free_slots(current: Positions, sets: list[tuple[int, ...]]) -> np.ndarray:
     whose = np.array([rows[0] if len(rows) == 1 else -1 for rows in sets])
     slot_N = np.zeros(len(sets), np.int32)
     for row in np.unique(whose).tolist():
-        mine = whose == row
-        needed, there = int(mine.sum()), free[row].size
-        if needed > there:
+        in_row_N = whose == row
+        needed, empty = int(in_row_N.sum()), free[row].size
+        if needed > empty:
             name = f"sequence {row} has" if row >= 0 else "shared tokens have"
-            raise CapacityError(f"{needed} tokens do not fit: {name} {there} empty slots")
-        slot_N[mine] = free[row][:needed]
+            raise CapacityError(f"{needed} tokens do not fit: {name} {empty} empty slots")
+        slot_N[in_row_N] = free[row][:needed]
     return slot_N
 
 

@@ -198,7 +198,7 @@ def serve(
             if not runs:  # a row's `until` ended its text within the pass
                 continue
             decoded = sum(state.active[run.rows[0]].num_generated > 0 for run in runs)
-            found = [drawn[run.rows[0]] for run in runs if run.rows[0] in drawn]
+            samples = [drawn[run.rows[0]] for run in runs if run.rows[0] in drawn]
             step = StepStats(
                 index=step.index + 1,
                 decode_tokens=decoded,
@@ -206,9 +206,9 @@ def serve(
                 busy_rows=len(state.active),
                 rows=rows,
                 generated_tokens=step.generated_tokens
-                + sum(one.finish != Finish.NON_FINITE for one in found),
+                + sum(one.finish != Finish.NON_FINITE for one in samples),
                 elapsed_seconds=time.perf_counter() - start,
-                draft_stats=step.draft_stats.plus(*(one.draft_stats for one in found)),
+                draft_stats=step.draft_stats.plus(*(one.draft_stats for one in samples)),
             )
             left, events = dict(state.active), []
             for run in runs:
@@ -358,12 +358,12 @@ def _run_step(
         out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
-            kind_KR = state.kind_mask(ended, out.shape[0])
-            rows, drawn = draw_rows(rows, kind_KR, out, places.row_R, state.top_width(model))
+            uses_KR = state.kind_mask(ended, out.shape[0])
+            rows, drawn = draw_rows(rows, uses_KR, out, places.row_R, state.top_width(model))
             results.append((ended, drawn, sites))
     samples: StepSamples = {}
-    for ended, *found in results:  # read only after everything has been dispatched
-        drawn, sites = to_host(found)
+    for ended, *arrays in results:  # read only after everything has been dispatched
+        drawn, sites = to_host(arrays)
         for row, r in ended.items():
             read = {name: x[[r]] for name, x in sites.items()}
             samples[row] = read_sampled(drawn, r)._replace(sites=read)

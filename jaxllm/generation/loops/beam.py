@@ -252,9 +252,9 @@ def _extend_beams(
         lambda old, new: jnp.concatenate([old, new], axis=1), search.finished, new
     )
     _, at_BN = jax.lax.top_k(both.score_BN, N)  # old sequences come first, so they win ties
-    found: BeamResult = jax.tree.map(lambda x: _take_beams(x, at_BN), both)
-    found = found.replace(
-        finish_BN=jnp.where(broken_B[:, None], jnp.int32(Finish.NON_FINITE), found.finish_BN)
+    finished: BeamResult = jax.tree.map(lambda x: _take_beams(x, at_BN), both)
+    finished = finished.replace(
+        finish_BN=jnp.where(broken_B[:, None], jnp.int32(Finish.NON_FINITE), finished.finish_BN)
     )
 
     score_BN, beam_BN, token_BN = _top_candidates(
@@ -264,14 +264,14 @@ def _extend_beams(
     ahead = criteria.assume_max_length & (criteria.length_penalty > 0)
     reached = jnp.where(ahead, criteria.budget, length).astype(jnp.float32)
     hope_B = score_BN[:, 0] / reached**criteria.length_penalty
-    worst_B = found.score_BN[:, -1]  # -inf until N have finished
+    worst_B = finished.score_BN[:, -1]  # -inf until N have finished
     done_B = (hope_B <= worst_B) | (criteria.stop_when_full & (worst_B > -jnp.inf))
     return SearchState(
         step=length,
         token_BNT=_append_tokens(search, beam_BN, token_BN),
         score_BN=score_BN,
         parent_R=parent_R,
-        finished=found,
+        finished=finished,
         done_B=search.done_B | broken_B | done_B,
         sampler=_reorder_sampler(search.sampler, parent_R, scores_RV, token_BN.reshape(-1)),
     )

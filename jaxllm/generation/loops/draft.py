@@ -119,8 +119,8 @@ def check_draft_vocabulary(target: Any, draft: Any) -> None:
     Embeddings of one tokenizer may have different numbers of rows without a token.
     """
     sizes = target.model.config.vocab_size, draft.model.config.vocab_size
-    ours, its = target.tokenizer, draft.tokenizer
-    if len({*sizes}) == 1 or (ours and its and not ours.unlike_ids(its)):
+    tokenizer, other = target.tokenizer, draft.tokenizer
+    if len({*sizes}) == 1 or (tokenizer and other and not tokenizer.unlike_ids(other)):
         return
     raise SamplingError(
         f"the draft's vocabulary has {sizes[1]} tokens, expected {sizes[0]}. Use a draft"
@@ -167,7 +167,7 @@ def propose_tokens(
     width: int,
     row_R: jax.Array | None,
     rows: RowState,
-    kind_KR: jax.Array | None,
+    uses_KR: jax.Array | None,
     size: int,
     acceptance: Acceptance,
 ) -> tuple[jax.Array, jax.Array | None, Segment | None]:
@@ -186,15 +186,15 @@ def propose_tokens(
     tail = cut_rows(tail, row_R, rows.context.length_B - 2)
     resamples = by_rejection(rows, acceptance)
 
-    def choose(rows: RowState, kind_KR: Any, grows_R: jax.Array, logits_RV: jax.Array) -> Choice:
+    def choose(rows: RowState, uses_KR: Any, grows_R: jax.Array, logits_RV: jax.Array) -> Choice:
         key_R = _split(position_keys(rows.context))[0] if resamples else None
-        return choose_tokens(rows, kind_KR, grows_R, logits_RV, key_R)
+        return choose_tokens(rows, uses_KR, grows_R, logits_RV, key_R)
 
     def draft_token(carry: Any, new: int) -> Any:
         """Run the last `new` tokens; draw the next one."""
         tail, rows = carry
         length_R = rows.context.length_B
-        live_R = live_rows(rows, kind_KR) & (length_R < rows.limit_B - 1)
+        live_R = live_rows(rows, uses_KR) & (length_R < rows.limit_B - 1)
         position_RT = length_R[:, None] + jnp.arange(-new, 0, dtype=jnp.int32)[None]
         places = Microbatch(
             row_R=row_R,
@@ -207,7 +207,7 @@ def propose_tokens(
         )
         out, tail, _ = run_own_slots(tail, (), source, params, places, None, "logits")
         finite_R, logits_RV = jnp.isfinite(out[:, 0]).all(axis=1), fit_logits(out[:, 0], size)
-        rows, drawn, scores = draw(rows, kind_KR, live_R, logits_RV, finite_R, choose=choose)
+        rows, drawn, scores = draw(rows, uses_KR, live_R, logits_RV, finite_R, choose=choose)
         return (tail, rows), (drawn.token_B, softmax(scores) if resamples else None)
 
     # The last token but one has not run if all proposals were accepted.

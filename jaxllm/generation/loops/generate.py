@@ -24,7 +24,7 @@ from jaxllm.generation.loops.capacity import (
 from jaxllm.generation.loops.finish import Finish, token_budgets
 from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
 from jaxllm.generation.loops.pipelined import PIPELINED_ROUNDS, row_groups
-from jaxllm.generation.loops.rounds import ROUND, ROUNDS, LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rounds import ROUND, ROUNDS, LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import (
     FIRST_DRAW,
     Drawn,
@@ -199,21 +199,21 @@ def stream(
     until, start_options = _split_until(options)
     start = _prepare(model, params, tokens_BT, by_step=True, **start_options)
     run = start.follow_prompt(run_passes(start.passes, donate=start.donate))
-    for now, step in _iterate_steps(run, until, options):
-        yield _make_result(now, [step.drawn], options, 1).replace(
+    for current, step in _iterate_steps(run, until, options):
+        yield _make_result(current, [step.drawn], options, 1).replace(
             sites=step.sites, attention_mass=step.mass
         )
 
 
 def _finish_by_step(run: "_Run", until: Until | None, options: GenerateKwargs) -> GenerateResult:
     """Return the result of `generate` in steps, each of which Python may see."""
-    found, chosen, parts = list[dict[str, Any]](), options.get("read_steps"), []
-    for number, (now, step) in enumerate(_iterate_steps(run, until, options), -1):
-        run = now
+    sites, chosen, parts = list[dict[str, Any]](), options.get("read_steps"), []
+    for number, (current, step) in enumerate(_iterate_steps(run, until, options), -1):
+        run = current
         parts.append(step.drawn)
         if step.sites and (chosen is None or number in chosen):
-            found.append(to_host(step.sites))
-    return _make_result(run, parts, options).replace(sites=join_steps(found))
+            sites.append(to_host(step.sites))
+    return _make_result(run, parts, options).replace(sites=join_steps(sites))
 
 
 def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
@@ -230,10 +230,10 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     return until, {k: v for k, v in options.items() if k not in apart}
 
 
-def join_steps(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_steps(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join what each step read on the axis of new tokens."""
-    axes = {name: SITES[split_name(name)[1]].axes.index("T") for name in (found or [{}])[0]}
-    return {name: np.concatenate([x[name] for x in found], axis) for name, axis in axes.items()}
+    axes = {name: SITES[split_name(name)[1]].axes.index("T") for name in (sites or [{}])[0]}
+    return {name: np.concatenate([x[name] for x in sites], axis) for name, axis in axes.items()}
 
 
 class _Run(NamedTuple):
@@ -243,7 +243,7 @@ class _Run(NamedTuple):
     stages of a pipeline decode a group of rows each. mass: Attention mass so far.
     """
 
-    plan: Plan
+    plan: LoopPlan
     inputs: LoopInputs
     cache: KVCache
     rows: RowState
@@ -274,7 +274,7 @@ class _Run(NamedTuple):
 class _Start(NamedTuple):
     """A checked generation before its prompts run. donate: whether they may overwrite the cache."""
 
-    plan: Plan
+    plan: LoopPlan
     inputs: LoopInputs
     rows: RowState
     passes: PromptPasses
@@ -360,7 +360,7 @@ def _prepare(
         not (by_step or overflow or attention_mass) and row_groups(model, cache.batch) is not None
     )
     rows = start_rows(token_BL, length_B, budget_B, sampler, seed, eos_token_ids)
-    plan = Plan(
+    plan = LoopPlan(
         model, 1 if by_step else token_BL.shape[1], top=top_logprobs, processed=processed_logprobs,
         brief=not by_step, attention_mass=attention_mass, names=names,
     )  # fmt: skip
@@ -369,14 +369,14 @@ def _prepare(
         logits = jax.ShapeDtypeStruct((B, model.config.vocab_size), np.float32)
         FIRST_DRAW.prepare(top_logprobs, processed_logprobs, rows, logits)
         tails = Tails(cache.replace(frozen=()))
-        now = (plan, inputs.replace(frozen=cache.frozen), tails, rows)
+        loop_args = (plan, inputs.replace(frozen=cache.frozen), tails, rows)
         if budget_B.max() > 1:
             if by_step:
-                ROUND.prepare(*now)
+                ROUND.prepare(*loop_args)
             elif in_groups:
-                PIPELINED_ROUNDS.prepare(*now)
+                PIPELINED_ROUNDS.prepare(*loop_args)
             else:
-                ROUNDS.prepare(*now, np.int32(0), np.int32(0), None)
+                ROUNDS.prepare(*loop_args, np.int32(0), np.int32(0), None)
     return _Start(plan, inputs, rows, passes, given is None, in_groups)
 
 
@@ -388,17 +388,17 @@ def _make_result(
     joined = join_drawn(to_host(list(parts)), width)
     asked, context = bool(options.get("top_logprobs", 0)), run.rows.context
     joined["length_B"] = np.asarray(context.length_B) - np.asarray(context.prompt_B)
-    found = jax.device_put(joined)
+    arrays = jax.device_put(joined)
     return GenerateResult(
-        found["token_B"],
-        found["logprob_B"],
-        found["length_B"],
+        arrays["token_B"],
+        arrays["logprob_B"],
+        arrays["length_B"],
         run.rows.finish_B,
         run.cache,
-        found["top_token_BN"] if asked else None,
-        found["top_logprob_BN"] if asked else None,
+        arrays["top_token_BN"] if asked else None,
+        arrays["top_logprob_BN"] if asked else None,
         run.mass,
-        found.get("processed_B"),
+        arrays.get("processed_B"),
     )
 
 
@@ -417,17 +417,17 @@ def _iterate_steps(
     overflow, forced = options.get("overflow"), options.get("forced")
     step = _Step(run.first, run.mass)
     while True:
-        for now, one in _each_column(run, step):
+        for current, one in _each_column(run, step):
             if until is not None:
                 token_B = np.asarray(one.drawn.token_B)[0, 0]
                 if (ends_B := until(token_B) & (token_B >= 0)).any():
-                    finish_B = np.where(ends_B, np.int32(Finish.STOP), now.finish_B)
-                    rows = now.rows.replace(finish_B=jax.device_put(finish_B))
-                    now = now._replace(rows=rows, finish_B=finish_B)
-            yield now, one
-            if not now.is_running:
+                    finish_B = np.where(ends_B, np.int32(Finish.STOP), current.finish_B)
+                    rows = current.rows.replace(finish_B=jax.device_put(finish_B))
+                    current = current._replace(rows=rows, finish_B=finish_B)
+            yield current, one
+            if not current.is_running:
                 return
-        run = now
+        run = current
         inputs = run.inputs
         if forced is not None and (token_1K := _forced_run(forced(), run, options)) is not None:
             inputs = inputs.replace(forced_RK=token_1K)
@@ -453,8 +453,8 @@ def _each_column(run: _Run, step: _Step) -> Iterator[tuple[_Run, _Step]]:
         finish_B = drawn.finish_B[0, 0]
         rows = run.rows.replace(context=context.replace(length_B=at_B), finish_B=finish_B)
         cache = rewind(run.cache, columns - 1 - i) if i < columns - 1 else run.cache
-        now = run._replace(cache=cache, rows=rows, finish_B=np.asarray(finish_B))
-        yield now, _Step(drawn)
+        current = run._replace(cache=cache, rows=rows, finish_B=np.asarray(finish_B))
+        yield current, _Step(drawn)
 
 
 def _forced_run(tokens: list[int], run: _Run, options: GenerateKwargs) -> np.ndarray | None:

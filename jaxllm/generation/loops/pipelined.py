@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, constrain_cache, replicate_for_host
 from jaxllm.generation.loops.draft import last_tokens
-from jaxllm.generation.loops.rounds import LoopInputs, Plan, Tails, blank_results
+from jaxllm.generation.loops.rounds import LoopInputs, LoopPlan, Tails, blank_results
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
 from jaxllm.ops.compile_cache import CachedJit
 
@@ -31,7 +31,7 @@ def row_groups(model: Any, rows: int) -> np.ndarray | None:
 
 
 def run_pipelined(
-    plan: Plan, inputs: LoopInputs, tails: Tails, rows: RowState
+    plan: LoopPlan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, jax.Array, Drawn]:
     """Run `rounds.run_rounds` pipelined until all rows have ended; `row_groups` must be possible.
 
@@ -75,8 +75,8 @@ def run_pipelined(
         jnp.full((batch,), -1, jnp.int32),
     )
     number, tail, rows, results, *_ = jax.lax.while_loop(is_unfinished, tick, begin)
-    told = replicate_for_host((rows, -(-number // stages), results), model)
-    return Tails(constrain_cache(tail, model)), *told
+    host = replicate_for_host((rows, -(-number // stages), results), model)
+    return Tails(constrain_cache(tail, model)), *host
 
 
 def _put_round(x: jax.Array, new: jax.Array, *, done: jax.Array, leaves_B: jax.Array) -> jax.Array:
@@ -90,16 +90,16 @@ def _record_tokens(
 ) -> KVCache:
     """Record tokens that enter the pipeline in the cache; their keys and values follow later."""
     segment, real_B = tail.tail, enters_B & (position_B >= 0)
-    here_BS = enters_B[:, None] & (jnp.arange(tail.capacity) == slot)[None]
+    is_target_BS = enters_B[:, None] & (jnp.arange(tail.capacity) == slot)[None]
 
     def put(old_BS: jax.Array, new_B: jax.Array) -> jax.Array:
-        return jnp.where(here_BS, new_B[:, None], old_BS)
+        return jnp.where(is_target_BS, new_B[:, None], old_BS)
 
     return tail.replace(
         tail=segment.replace(
             position_BS=put(segment.position_BS, position_B),
             token_BS=put(segment.token_BS, token_B),
-            patched_BS=segment.patched_BS & ~here_BS,
+            patched_BS=segment.patched_BS & ~is_target_BS,
         ),
         cursor=jnp.where(real_B.any(), jnp.maximum(tail.cursor, slot + 1), tail.cursor),
         next_position_B=jnp.where(real_B, position_B + 1, tail.next_position_B),

@@ -33,7 +33,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
-class Plan(NamedTuple):
+class LoopPlan(NamedTuple):
     """What is constant in a loop, and compiled into its program.
 
     Attributes:
@@ -67,7 +67,7 @@ class LoopInputs(struct.PyTreeNode):
         params, draft_params: The model's parameters, and those of the draft.
         frozen: The cache's segments apart from its tail.
         edits: Checked; of all cache rows.
-        kind_KR: Which rows use which of stacked samplers, and which rows take part. None: all do,
+        uses_KR: Which rows use which of stacked samplers, and which rows take part. None: all do,
             with one sampler.
         row_R: Cache rows, one beyond the last for padding; None for all rows in order.
         adapter_R: Adapter index of each row.
@@ -78,7 +78,7 @@ class LoopInputs(struct.PyTreeNode):
     draft_params: Params | None = None
     frozen: tuple[Segment, ...] = ()
     edits: Edits = NO_EDITS
-    kind_KR: Any = None
+    uses_KR: Any = None
     row_R: Any = None
     adapter_R: Any = None
     forced_RK: Any = None
@@ -104,16 +104,16 @@ class Round(NamedTuple):
 
 
 def run_round(
-    plan: Plan, inputs: LoopInputs, tails: Tails, rows: RowState
+    plan: LoopPlan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, Round]:
     """Run the newest token of each live row and a draft's after it; draw the tokens that follow."""
     target, draft_tail = tails
-    live_R, token_RT, q_KRV = live_rows(rows, inputs.kind_KR), last_tokens(rows.context, 1), None
+    live_R, token_RT, q_KRV = live_rows(rows, inputs.uses_KR), last_tokens(rows.context, 1), None
     draft_RK = inputs.forced_RK
     if plan.source is not None:
         draft_RK, q_KRV, draft_tail = propose_tokens(
             plan.source, inputs.draft_params, draft_tail, plan.width, inputs.row_R, rows,
-            inputs.kind_KR, plan.model.config.vocab_size, plan.acceptance,
+            inputs.uses_KR, plan.model.config.vocab_size, plan.acceptance,
         )  # fmt: skip
     if draft_RK is not None:
         room_R = jnp.where(rows.retry_B, 0, rows.limit_B - rows.context.length_B - 1)
@@ -143,7 +143,7 @@ def run_round(
 
 
 def _run_columns(
-    plan: Plan,
+    plan: LoopPlan,
     inputs: LoopInputs,
     tail: Segment,
     token_RT: jax.Array,
@@ -180,7 +180,7 @@ def _run_columns(
 
 
 def _draw_columns(
-    plan: Plan,
+    plan: LoopPlan,
     inputs: LoopInputs,
     rows: RowState,
     live_R: jax.Array,
@@ -193,7 +193,7 @@ def _draw_columns(
     options: Any = {"top": plan.top, "processed": plan.processed}
     if token_RT.shape[1] == 1:
         rows, drawn, _ = draw(
-            rows, inputs.kind_KR, live_R, logits_RTV[:, 0], finite_RT[:, 0], **options
+            rows, inputs.uses_KR, live_R, logits_RTV[:, 0], finite_RT[:, 0], **options
         )
         return rows, jax.tree.map(lambda x: x[None], drawn)
     # A draft token's keys or values that are not finite may spoil the columns before it.
@@ -208,7 +208,7 @@ def _draw_columns(
         logits_RV, finite_R, draft_R, q_RV = column
         choose = choose_or_resample(draft_R, q_RV) if resamples else None
         rows, drawn, _ = draw(
-            rows, inputs.kind_KR, going_R, logits_RV, finite_R, choose=choose, **options
+            rows, inputs.uses_KR, going_R, logits_RV, finite_R, choose=choose, **options
         )
         right_R = (draft_R >= 0) & (drawn.token_B == draft_R)
         return (rows, right_R & (drawn.finish_B == Finish.RUNNING)), drawn._replace(draft_B=draft_R)
@@ -219,7 +219,7 @@ def _draw_columns(
 
 
 def run_rounds(
-    plan: Plan,
+    plan: LoopPlan,
     inputs: LoopInputs,
     tails: Tails,
     rows: RowState,
@@ -245,7 +245,7 @@ def run_rounds(
 
     def goes_on(carry: Any) -> jax.Array:
         i, tails, rows, *_ = carry
-        enough = live_rows(rows, inputs.kind_KR).sum(dtype=jnp.int32) >= least_live
+        enough = live_rows(rows, inputs.uses_KR).sum(dtype=jnp.int32) >= least_live
         going = (i < rounds) & enough
         if isinstance(tails.target, KVCache):
             going &= tails.target.cursor < tails.target.capacity
@@ -261,11 +261,11 @@ def run_rounds(
 
     start = (jnp.zeros((), jnp.int32), tails, rows, mass, results)
     done, tails, rows, mass, results = jax.lax.while_loop(goes_on, step, start)
-    told = replicate_for_host((put_rows(whole_rows, inputs.row_R, rows), done, results), plan.model)
-    return tails, told[0], mass, *told[1:]
+    host = replicate_for_host((put_rows(whole_rows, inputs.row_R, rows), done, results), plan.model)
+    return tails, host[0], mass, *host[1:]
 
 
-def blank_results(plan: Plan, rows: RowState) -> Drawn:
+def blank_results(plan: LoopPlan, rows: RowState) -> Drawn:
     """Return what `plan.rounds` rounds have drawn before they run."""
     shape = (plan.rounds, plan.width + 1, *rows.finish_B.shape)
     number, token = jnp.zeros(shape), jnp.full(shape, NO_TOKEN, jnp.int32)
@@ -284,7 +284,7 @@ def blank_results(plan: Plan, rows: RowState) -> Drawn:
 
 
 def _run_one_round(
-    plan: Plan, inputs: LoopInputs, tails: Tails, rows: RowState
+    plan: LoopPlan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, Round]:
     """Return what `run_round` returns, as one of several rounds: `[1, columns, R]`."""
     tails, rows, out = run_round(plan, inputs, tails, rows)

@@ -40,7 +40,7 @@ from jaxllm.generation.loops.draft import (
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish, check_positions, token_budgets
-from jaxllm.generation.loops.rounds import ROUNDS, LoopInputs, Plan, Tails
+from jaxllm.generation.loops.rounds import ROUNDS, LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import (
     FIRST_DRAW,
     Drawn,
@@ -151,7 +151,7 @@ def speculative_generate(
         )
     text_BL, _ = initial_text(None, tokens_BT, prompt_B, T + longest - 1)
     rows = start_rows(text_BL, prompt_B, budget_B, sampler, seed, eos_token_ids)
-    plan = Plan(model, _ROUNDS, acceptance=acceptance, top=top)
+    plan = LoopPlan(model, _ROUNDS, acceptance=acceptance, top=top)
     rows, first = FIRST_DRAW(top, False, rows, starts[0].logits)
     if isinstance(draft, PromptLookup):
         drafting = Draft(draft, width)
@@ -167,25 +167,25 @@ def speculative_generate(
     rounds_B = sum(part.valid_B[:, 0].sum(axis=0) for part in parts[1:])
     joined |= dict(zip(("proposed", "accepted", "drafts"), np.transpose(stats), strict=True))
     joined |= {"length": length_B - prompt_B, "rounds": rounds_B, "next": length_B - 1}
-    found = jax.device_put(joined)
-    next_B = found["next"]
+    arrays = jax.device_put(joined)
+    next_B = arrays["next"]
     return SpeculativeResult(
-        token_BT=found["token_B"],
-        logprob_BT=found["logprob_B"],
-        length_B=found["length"],
+        token_BT=arrays["token_B"],
+        logprob_BT=arrays["logprob_B"],
+        length_B=arrays["length"],
         finish_B=rows.finish_B,
-        proposed_B=found["proposed"],
-        accepted_B=found["accepted"],
-        drafts_B=found["drafts"],
-        rounds_B=found["rounds"],
+        proposed_B=arrays["proposed"],
+        accepted_B=arrays["accepted"],
+        drafts_B=arrays["drafts"],
+        rounds_B=arrays["rounds"],
         cache=cache.replace(cursor=next_B.max(), next_position_B=next_B),
-        top_token_BTN=found.get("top_token_BN"),
-        top_logprob_BTN=found.get("top_logprob_BN"),
+        top_token_BTN=arrays.get("top_token_BN"),
+        top_logprob_BTN=arrays.get("top_logprob_BN"),
     )
 
 
 def _write_texts(
-    plan: Plan,
+    plan: LoopPlan,
     params: Params,
     cache: KVCache,
     rows: RowState,
@@ -200,21 +200,21 @@ def _write_texts(
     length_B = np.asarray(rows.context.length_B)
     drafted_B = np.asarray(rows.context.prompt_B)  # tokens that the draft has run
     while (running_B := finish_B == Finish.RUNNING).any():
-        began, rounds, now = 0.0, plan.rounds, draft
+        began, rounds, used = 0.0, plan.rounds, draft
         if pace is not None:
             began, rounds = pace.clock(), min(pace.left, rounds)
-            now = draft if pace.drafts else NO_DRAFT
-        if now.width:
+            used = draft if pace.drafts else NO_DRAFT
+        if used.width:
             needed_B = length_B - 2
             known_B = np.minimum(drafted_B, needed_B)
             at = np.flatnonzero(running_B).tolist()
             lengths = {row: (int(known_B[row]), int(needed_B[row])) for row in at}
             draft, _ = catch_up(draft, rows.context.token_BL, lengths, int(needed_B.sum()))
-            now = draft
+            used = draft
         tails, rows, _, done, drawn = ROUNDS(
-            plan._replace(source=now.source, width=now.width),
-            LoopInputs(params, now.params),
-            Tails(cache.tail, now.tail),
+            plan._replace(source=used.source, width=used.width),
+            LoopInputs(params, used.params),
+            Tails(cache.tail, used.tail),
             rows,
             np.int32(rounds),
             np.int32(1),
@@ -223,7 +223,7 @@ def _write_texts(
         drawn = jax.tree.map(lambda x, done=int(done): x[:done], to_host(drawn))
         parts.append(drawn)
         length_B, finish_B = np.asarray(rows.context.length_B), np.asarray(rows.finish_B)
-        if now.width:
+        if used.width:
             draft, drafted_B = draft.with_tail(tails.draft), length_B - 2
         if pace is not None:
             ran, written = len(drawn.token_B), int((drawn.token_B >= 0).sum())

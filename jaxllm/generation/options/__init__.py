@@ -11,7 +11,7 @@ over the checkpoint's defaults. The table itself is `generation.option_table`.
 from jaxllm.generation.option_table import (
     OPTIONS,
     GenerateOptions,
-    Kind,
+    Call,
     Option,
     document_options,
 )
@@ -25,7 +25,7 @@ from jaxllm.generation.options.check import (
 __all__ = [
     "OPTIONS",
     "GenerateOptions",
-    "Kind",
+    "Call",
     "Option",
     "check_options",
     "check_values",

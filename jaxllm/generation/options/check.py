@@ -16,7 +16,7 @@ from jaxllm.generation import option_table
 from jaxllm.generation.completion import Decoder, LanguageModel, StoppingCriterion
 from jaxllm.generation.decoders import DECODERS, BeamSearch, PlainGeneration
 from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
-from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, GenerateOptions, Kind, Option
+from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, GenerateOptions, Call, Option
 from jaxllm.generation.sampling.options import PROCESSORS, check_sampling_option
 from jaxllm.generation.sampling.parsers import is_within
 from jaxllm.generation.sampling.sampler import Processor, Sampler, ScoreFunction
@@ -25,7 +25,7 @@ from jaxllm.models.interventions import as_edits
 from jaxllm.runtime.validation import is_integer, is_number
 from jaxllm.steps import EditMap
 
-_CALL_NAMES: dict[Kind, str] = {"generate": "", "stream": "stream", "serve": "a request to serve"}
+_CALL_NAMES: dict[Call, str] = {"generate": "", "stream": "stream", "serve": "a request to serve"}
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _GROUPS: dict[str, tuple[type[Decoder], ...]] = {
     "": (),
@@ -51,7 +51,7 @@ _ALIASES = {
 _TYPES = get_type_hints(GenerateOptions, {**vars(option_table), **_NAMED, **_ALIASES})
 
 
-def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
+def check_options(options: Mapping[str, Any], kind: Call = "generate") -> dict[str, Any]:
     """Return the options that are not None, validated and normalized.
 
     Args:
@@ -93,7 +93,7 @@ def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]
 
 
 def select_decoder(
-    options: Mapping[str, Any], kind: Kind = "generate", defaults: Mapping[str, Any] = _NO_OPTIONS
+    options: Mapping[str, Any], kind: Call = "generate", defaults: Mapping[str, Any] = _NO_OPTIONS
 ) -> type[Decoder]:
     """Return the decoder that options select; `defaults` may select it too.
 
@@ -153,7 +153,7 @@ def _suggest(name: Any) -> str:
     return suggest_name(str(name), OPTIONS) or " (help(jaxllm.LM.generate) lists all options)"
 
 
-def is_taken(name: str, decoder: type[Decoder], kind: Kind) -> bool:
+def is_taken(name: str, decoder: type[Decoder], kind: Call) -> bool:
     """Return whether a call that uses this decoder takes the option."""
     return decoder in TAKEN_BY[name] and kind in OPTIONS[name].calls
 

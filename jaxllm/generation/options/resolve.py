@@ -11,7 +11,7 @@ from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
 from jaxllm.generation.completion import GenerationConfig
 from jaxllm.generation.loops.overflow import OverflowPolicy
-from jaxllm.generation.option_table import OPTIONS, Kind
+from jaxllm.generation.option_table import OPTIONS, Call
 from jaxllm.generation.options.check import check_values, is_taken, select_decoder
 from jaxllm.generation.sampling.constraints import MissingIds
 from jaxllm.generation.sampling.grammar_mask import grammar_mask
@@ -50,7 +50,7 @@ def resolve_options(
     generation: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     options: Mapping[str, Any],
-    kind: Kind = "generate",
+    kind: Call = "generate",
     cache_dtype: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> GenerationConfig:

@@ -81,6 +81,6 @@ def check_sampling_option(name: str, value: Any) -> Any:
 
 def _suggest_name(name: str) -> str:
     """Return a suggestion for an unknown option name."""
-    if (ours := ALIASES.get(name)) in PROCESSORS:
-        return f": use {ours}"
+    if (known := ALIASES.get(name)) in PROCESSORS:
+        return f": use {known}"
     return suggest_name(name, PROCESSORS)

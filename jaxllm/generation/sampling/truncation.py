@@ -120,10 +120,10 @@ class TopNSigma(OptionProcessor):
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         n_B1 = as_column(self.top_n_sigma, scores_BV)
-        there = scores_BV > -jnp.inf
-        count_B1 = there.sum(axis=1, keepdims=True).astype(jnp.float32)
-        mean_B1 = row_sum(jnp.where(there, scores_BV, 0.0)) / count_B1
-        square_BV = jnp.where(there, (scores_BV - mean_B1) ** 2, 0.0)
+        is_allowed = scores_BV > -jnp.inf
+        count_B1 = is_allowed.sum(axis=1, keepdims=True).astype(jnp.float32)
+        mean_B1 = row_sum(jnp.where(is_allowed, scores_BV, 0.0)) / count_B1
+        square_BV = jnp.where(is_allowed, (scores_BV - mean_B1) ** 2, 0.0)
         sigma_B1 = jnp.sqrt(row_sum(square_BV) / count_B1)
         lowest_B1 = scores_BV.max(axis=1, keepdims=True) - n_B1 * sigma_B1
         return _remove_tokens(scores_BV, (n_B1 > 0) & (scores_BV < lowest_B1))

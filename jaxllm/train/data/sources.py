@@ -233,8 +233,8 @@ _WANTED = 'an object with "text", "tokens", "prompt" and "completion", or "messa
 
 
 def _from_lines(path: Path, encoder: TextEncoder) -> Examples:
-    found, joined = _lines(path), 0
-    if (first := next(found, None)) is None:
+    lines, joined = _lines(path), 0
+    if (first := next(lines, None)) is None:
         raise TokenError(f"there is no data to train on: all lines of {path} are blank")
     kind = _line_kind(first[1], first[0])
 
@@ -250,7 +250,7 @@ def _from_lines(path: Path, encoder: TextEncoder) -> Examples:
         return [(token_T, None if counts_T.all() else counts_T)]
 
     examples = build_examples(
-        (read_line(*row) for row in itertools.chain([first], found)),
+        (read_line(*row) for row in itertools.chain([first], lines)),
         long=kind.long_policy,
         bos=_bos_id(encoder),
     )

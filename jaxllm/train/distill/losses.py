@@ -277,11 +277,11 @@ def hidden_loss(
     params: contain the projections. student, teacher: hidden states `[B, T, D]`.
     """
     counted_BT, total = label_BT != IGNORED, jnp.zeros((), jnp.float32)
-    for ours, theirs in hidden.pairs:
-        s_BTD = student[ours].astype(jnp.float32)
-        t_BTD = jax.lax.stop_gradient(teacher[theirs].astype(jnp.float32))
+    for layer, teacher_layer in hidden.pairs:
+        s_BTD = student[layer].astype(jnp.float32)
+        t_BTD = jax.lax.stop_gradient(teacher[teacher_layer].astype(jnp.float32))
         if PARAMS_KEY in params:
-            weight_DS = params[PARAMS_KEY][str(ours)]["weight"].astype(jnp.float32)
+            weight_DS = params[PARAMS_KEY][str(layer)]["weight"].astype(jnp.float32)
             s_BTD = einsum("BTS,DS->BTD", s_BTD, weight_DS)
         each_BT = _DISTANCES[hidden.distance](s_BTD, t_BTD)
         total += jnp.where(counted_BT, each_BT, 0.0).sum()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.batch_inference.rows import Row
+from jaxllm.batch_inference.rows import BatchRow
 from jaxllm.batch_inference.run import run_job, settings_file
 from jaxllm.batch_inference.tasks import BatchJob, answer_rows
 from jaxllm.cache.files import fingerprint
@@ -71,7 +71,7 @@ def write_completions(
         raise CheckpointError(f"{path} exists: name another file")
     seed = int(options.get("seed", 0))
     requests = [
-        Row(i + 1, i, {"prompt": prompt, "seed": (seed + i) % (1 << 63)})
+        BatchRow(i + 1, i, {"prompt": prompt, "seed": (seed + i) % (1 << 63)})
         for i, prompt in enumerate(prompts)
     ]
     job = BatchJob(task="generate", options=options, batch_size=rows)

@@ -67,16 +67,16 @@ def read_prompts(path: Path, lm: LM) -> list[Prompt]:
     Raises TokenError with the line for other lines, and if there are none, and what `LM.encode`
     and `LM.chat_prompt` raise.
     """
-    found = []
+    prompts = []
     for where, value in read_json_lines(path, TokenError, max_bytes=None):
         line = as_schema(value, _Line, where, TokenError)
         if (line.prompt is None) == (line.messages is None):
             raise TokenError(f'{where} must be an object with "prompt", or with "messages"')
         ids = lm.encode(line.prompt) if line.messages is None else lm.chat_prompt(line.messages)
-        found.append(Prompt(lm.decode(ids) if line.prompt is None else line.prompt, ids, value))
-    if not found:
+        prompts.append(Prompt(lm.decode(ids) if line.prompt is None else line.prompt, ids, value))
+    if not prompts:
         raise TokenError(f"there is no prompt in {path}")
-    return found
+    return prompts
 
 
 def read_scored(path: Path, lm: LM) -> list[Prompt]:
@@ -162,12 +162,12 @@ def load_reward(name: str) -> Reward:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        attribute = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ConfigError(f"the reward {name}: {type(error).__name__}: {error!s:.200}") from error
-    if not callable(found):
-        raise ConfigError(f"the reward {name} is not a function, but {found!r:.60}")
-    reward: Reward = found
+    if not callable(attribute):
+        raise ConfigError(f"the reward {name} is not a function, but {attribute!r:.60}")
+    reward: Reward = attribute
     return reward
 
 

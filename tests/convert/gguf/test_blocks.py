@@ -4,16 +4,16 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxllm.convert.gguf.blocks import BLOCKS, BY_NAME, WRITABLE, BlockType
+from jaxllm.convert.gguf.blocks import BLOCKS, BY_NAME, WRITABLE, TensorType
 
 QUANTIZED = [block for block in BLOCKS.values() if block.dtype is None]
 
 
-def theirs(block: BlockType) -> gguf.GGMLQuantizationType:
+def theirs(block: TensorType) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType(block.type_id)
 
 
-def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0) -> np.ndarray:
+def random_rows(block: TensorType, rows: int = 7, blocks: int = 5, seed: int = 0) -> np.ndarray:
     """Return random bytes with finite float16 scales, `[rows, row_bytes]`."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows * blocks, block.nbytes), np.uint8)
@@ -33,7 +33,7 @@ def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0)
 
 
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)
-def test_dequantization_equals_gguf_package(block: BlockType) -> None:
+def test_dequantization_equals_gguf_package(block: TensorType) -> None:
     """Random blocks of every quantized type dequantize to the package's bits."""
     raw = random_rows(block)
     expected = gguf.quants.dequantize(raw, theirs(block))
