@@ -357,7 +357,7 @@ class LM:
 
     @functools.cached_property
     def _background(self) -> "BackgroundServer":
-        """What `agenerate` and `astream` share; its cache is freed a moment after the last call."""
+        """The server of `agenerate` and `astream`; frees its cache soon after the last call."""
         from jaxllm.generation.background import BackgroundServer
 
         return BackgroundServer(self, idle_seconds=1.0)

@@ -140,9 +140,9 @@ def read_parts(path: Path) -> list[GGUFHeader]:
     for i in range(count):
         name = f"{named['stem']}-{i + 1:05}-of-{count:05}.gguf"
         parts.append(header if i == number else read_header(path_inside(path.parent, name)))
-        says = [parts[-1].settings.get(key) for key in ("split.no", "split.count")]
-        if says != [i, count]:
-            raise CheckpointError(f"{path.parent / name}: split.no and split.count are {says}")
+        split = [parts[-1].settings.get(key) for key in ("split.no", "split.count")]
+        if split != [i, count]:
+            raise CheckpointError(f"{path.parent / name}: split.no and split.count are {split}")
     seen: dict[str, Path] = {}
     for part in parts:
         for name in part.tensor_infos:

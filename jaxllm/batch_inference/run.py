@@ -26,7 +26,7 @@ SYNC_S = 1.0  # seconds between writes to the disk; what a process has written s
 
 
 class RunSummary(NamedTuple):
-    """The number of rows in the output, and of those that are errors."""
+    """The number of rows in the output, and of errors among them."""
 
     rows: int
     failed: int

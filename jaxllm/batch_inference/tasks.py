@@ -29,7 +29,7 @@ SEED_BITS = 53  # exact in every JSON reader
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What to do with each row.
+    """A task for all rows, with default options.
 
     Attributes:
         task: "generate", or a name in `TEXT_TASKS`.
@@ -115,7 +115,7 @@ def _format_completion(result: Completion | JaxllmError) -> Answer:
 
 
 def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
-    """Answer rows whose task needs one pass, in windows; rows with equal options run together."""
+    """Answer rows of a task without decoding, a window at a time; equal options share a batch."""
     run_task = TEXT_TASKS[job.task].run
     run_task(lm, [], batch=job.batch_size, **job.options)  # raises an error before any row does
 

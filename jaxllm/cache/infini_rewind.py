@@ -1,7 +1,7 @@
 """Rewinding Infini-attention memory, at most to the start of the current segment.
 
-Additions of finished segments cannot be removed. Those of the current segment are stored separately
-and recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
+Additions of finished segments cannot be removed. The current segment's are stored separately and
+recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
 cache's precision.
 """
 

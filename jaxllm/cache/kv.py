@@ -94,7 +94,7 @@ class KVCache(struct.PyTreeNode):
             loop committed tokens that did not fit; their write was dropped, and the next call from
             Python raises CapacityError.
         next_position_B: int32 `[B]`, the position of each row's next token.
-        memory: What each layer stores besides keys and values, a pytree of `[B, ...]` of constant
+        memory: Each layer's state besides keys and values, a pytree of `[B, ...]` of constant
             size (`ModelConfig.memory_shape`); empty for most models. `fork` copies it, `select` and
             `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
             cannot be removed from a memory, except by `rewind` within limits (`unread`). So

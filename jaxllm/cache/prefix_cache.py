@@ -102,7 +102,7 @@ class PrefixCache:
         """Return the keys of a text's full chunks.
 
         Args:
-            root: What entries depend on besides the text, with a `repr` for each value.
+            root: Values that entries depend on besides the text; each needs a `repr`.
         """
         key, keys = hashlib.sha256(repr(root).encode()).digest(), []
         tokens = token_T.astype("<i4")

@@ -140,8 +140,8 @@ def lora(
             all-linear (all but the head) [default: all-linear]; repeatable for names.
         exclude_modules: Modules to exclude: name suffixes, or a regex.
         layers_to_transform: Layer numbers, as in 0,4-7; with names in --target-modules.
-        rank_pattern: Rank of modules whose name ends in REGEX; repeatable.
-        alpha_pattern: Alpha of modules whose name ends in REGEX; repeatable.
+        rank_pattern: Rank N for module names that end in REGEX; repeatable.
+        alpha_pattern: Alpha X for module names that end in REGEX; repeatable.
         adapter: Adapter to continue training; it sets rank and the other LoRA options.
         quantize: Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize.
         prefix: File with a text before every example; it is run once, not at each step.

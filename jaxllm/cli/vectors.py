@@ -43,7 +43,7 @@ def vectors(
     cache. They are stored as safetensors and JSON, so that checking needs neither torch nor jaxllm.
 
     Args:
-        action: What to do.
+        action: Make vectors, or check a model against them.
         directory: Directory of the vectors.
         source: make: source of the numbers.
         new_tokens: make: number of greedy tokens after each text.

@@ -63,7 +63,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 @dataclasses.dataclass(frozen=True)
 class StepContext(Generic[OptionsT]):
-    """What a step takes.
+    """The input of a step.
 
     argument, options: of its line. calibration: None only for a step that needs none. store: this
     step's own, for finished layers. log: called with each log line.

@@ -1,4 +1,4 @@
-"""What an installation can compute, for `jaxllm doctor`: devices, products of each instruction set.
+"""Checks of an installation for `jaxllm doctor`: devices, products of each instruction set.
 
     python -m jaxllm.evaluate.installation STAGE ...
 

@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceReport:
-    """What `check_invariance` found. promised: whether the model promises equal bits."""
+    """The result of `check_invariance`. promised: whether the model promises equal bits."""
 
     comparisons: tuple[Comparison, ...]
     promised: bool

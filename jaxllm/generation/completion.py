@@ -285,7 +285,7 @@ class StopTracker:
             ) from error
 
     def push_all(self, tokens: Sequence[int]) -> None:
-        """Add the tokens after those that were pushed before."""
+        """Push the tokens that are new since the last call."""
         for token in tokens[self._count :]:
             self.push(token)
 

@@ -28,7 +28,7 @@ _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 class Classification(NamedTuple):
-    """What a score head returns for N texts.
+    """The output of a score head for N texts.
 
     Attributes:
         labels: the names of the head's L outputs.

@@ -55,16 +55,16 @@ class Option(NamedTuple):
         default: The neutral or usual value; a tuple if the option takes several values.
         expected: The valid values in words, if they are no number.
         ge, gt, le, lt: Bounds of a number, as in msgspec.
-        note: What some of the numbers mean: "0 is off".
+        note: The meaning of special numbers: "0 is off".
         whole: Whether the number is an integer.
         per_row: Whether a list with one value for each prompt is accepted.
         from_file: Whether generation_config.json may set it.
-        decoders: The decoders that take it; "" for those that have it as a field, else all.
+        decoders: The decoders that take it; "": decoders with a field of this name, else all.
         selects_decoder: Whether any value but the default selects its decoder.
         calls: The methods that take it.
         clients: Whether clients of the server may set it.
         served: Its range for them, if that is narrower.
-        effect: What it does.
+        effect: A sentence on its effect.
     """
 
     default: Any = None
@@ -112,7 +112,7 @@ _TOKENS = "a list of token ids, or one such list per prompt"
 class GenerateOptions(TypedDict, total=False):
     """Options of `LM.generate`, `LM.stream` and `LM.serve`; their docstrings list them, too.
 
-    Those that make processors are in the order in which these run.
+    Processors run in the order of their options.
 
     Attributes:
         max_new_tokens: maximum number of new tokens (the checkpoint's, else 256, in the context).

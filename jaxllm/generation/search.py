@@ -179,7 +179,7 @@ def best_first(
 
 
 class _Visits:
-    """What `mcts` knows of a branch: visits that began and that ended, and the sum of values."""
+    """Statistics of a branch for `mcts`: visits begun, visits ended, and the sum of values."""
 
     def __init__(self, branch: Branch, prior: float) -> None:
         self.branch, self.prior = branch, prior

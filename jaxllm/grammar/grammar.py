@@ -84,7 +84,7 @@ class Grammar:
             whitespace: A regex for the whitespace between tokens of JSON, "" for none.
 
         Raises:
-            GrammarError: For invalid JSON. What is not supported is refused when the grammar is
+            GrammarError: For invalid JSON. Unsupported schemas are refused when the grammar is
                 compiled for a tokenizer.
         """
         if hasattr(schema, "model_json_schema"):

@@ -39,7 +39,7 @@ SENDERS = (
 
 
 class Patches(NamedTuple):
-    """What a metric becomes under each patch.
+    """The value of a metric under each patch.
 
     Attributes:
         metric: float32 `[layers, positions]`, or `[layers, positions, heads]`.

@@ -182,7 +182,7 @@ def train_autoencoder(
     activations scaled to `mean |x|^2 = D`; the scale is folded into the result.
 
     Args:
-        x_ND: Activations, such as those that `read=` returns at many tokens.
+        x_ND: Activations, for example from `read=` at many tokens.
         features: F, the size of the dictionary.
         k: Active features of top-k. Give this or l1.
         l1: Weight of the sparsity penalty, with ReLU.

@@ -117,7 +117,7 @@ def run_layer(
 
 
 def head_params(model: Model, params: Params) -> Params:
-    """Return the parameters of the head alone: those that `compute_logits` reads."""
+    """Return the parameters that `compute_logits` reads."""
     c = model.config
     name = get_family(c.model_type).token_table if c.tie_word_embeddings else "lm_head"
     return {name: params[name]}

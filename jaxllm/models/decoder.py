@@ -318,7 +318,7 @@ class Decoder(Model, nn.Module):
             embeddings_BTD: Replaces the embeddings of `token_BT`; a position's is still added.
             angles: Cosines and sines of the new tokens for each of `ModelConfig.ropes`, each `[B,
                 T, F]`; None: computed from positions.
-            mask_BTS: What each query attends to of all slots and then the new tokens, as in
+            mask_BTS: The slots, then the new tokens, that each query attends to, as in
                 `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
             document_BT, memory, hooks, row_B, branches, edits, read: See `AttentionContext`.
         """

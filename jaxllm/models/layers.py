@@ -1,4 +1,4 @@
-"""What layers compute, and what they receive; `attend` dispatches on the kind of attention."""
+"""Inputs and outputs of layers; `attend` dispatches on the kind of attention."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,12 +72,12 @@ NO_PARALLEL = ParallelHooks()
 
 
 class AttentionContext(NamedTuple):
-    """What new tokens may attend to, the same for every layer.
+    """The keys that new tokens may attend to, the same for every layer.
 
     Attributes:
         position_BT: int32, of the new tokens, -1 for padding.
         segments: Of the cache, oldest first.
-        mask_BTS: What each query attends to of all slots and then the new tokens, as in
+        mask_BTS: The slots, then the new tokens, that each query attends to, as in
             `attend_with_mask`; replaces positions and windows.
         mass: Whether to return the attention mass; none under a mask or with documents.
         angles: Cosines and sines for each of `ModelConfig.ropes`.
@@ -87,7 +87,7 @@ class AttentionContext(NamedTuple):
         hooks: Hooks if tokens are sharded over devices.
         row_B: int32, which row of the segments each row of tokens reads; None: its own.
         branches: The nodes of a tree that each row attends to after the cache; None: no tree.
-        edits, read: What to change, and the sites to record in every layer.
+        edits, read: Changes of activations, and the sites to record in every layer.
         packed: As in `ops.attend`.
     """
 
@@ -115,7 +115,7 @@ class AttentionContext(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention returns, besides what its sites record.
+    """The output of attention, apart from recorded sites.
 
     Attributes:
         k, v: `[B, T, K, H]`, in the cache's dtype.
@@ -133,7 +133,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a block returns.
+    """The output of a block.
 
     Attributes:
         x: The block's output, including the residual, `[B, T, D]`.
@@ -146,7 +146,7 @@ class Layer(NamedTuple):
 
 
 class Trace(struct.PyTreeNode):
-    """What a forward pass computes; under `jit`, XLA removes what is not used.
+    """The output of a forward pass; under `jit`, XLA removes unused fields.
 
     Attributes:
         embeddings, norm: `[B, T, D]`; `norm` is the final norm's output.

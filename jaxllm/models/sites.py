@@ -15,7 +15,7 @@ from jaxllm.models.interventions import Edit
 
 
 class Site(NamedTuple):
-    """What is at a site.
+    """The value at a site.
 
     Attributes:
         axes: B rows, T new tokens, S all cache slots and then the new tokens, D model, N query
@@ -133,7 +133,7 @@ def split_name(name: str) -> tuple[int | None, str]:
 
 
 def sites_to_record(names: Iterable[str]) -> frozenset[str]:
-    """Return the sites of full names without their layers, besides those that every trace has."""
+    """Return the names without their layers, except for the sites that every trace has."""
     return frozenset(split_name(name)[1] for name in names) - {"final_norm", "logits"}
 
 

@@ -2,7 +2,7 @@
 
 Nothing is concatenated and no score matrix is stored, so reading a cache takes memory independent
 of its capacity (Milakov & Gimelshein 2018; Rabe & Staats 2021). Positions alone decide what a query
-attends to, never slot numbers. On a CPU blocks are small, and those that no query attends to are
+attends to, never slot numbers. On a CPU blocks are small; a block that no query attends to is
 skipped. On an accelerator each step of a loop costs more than it saves: a block is as large as
 `MAX_SCORES` allows, mostly all of a part; and cuDNN takes what it supports (`flash.attend_packed`).
 """

@@ -205,7 +205,7 @@ def _cache_bytes(step: StepSizes, tokens: int) -> list[int]:
 
 
 def _split_cache(step: StepSizes) -> Iterator[Collective]:
-    """Yield those that merge the softmaxes over each device's slots."""
+    """Yield the collectives that merge the softmaxes over each device's slots."""
     heads = step.share.num_attention_heads
     each = 4 * step.tick_rows * step.tokens * heads
     yield _tick_collective(step, "softmax maxima", "all-reduce", _stage_layers(step), each)

@@ -37,7 +37,7 @@ ERROR_FACTOR = 1.75  # the memory of a compiled step is within this factor of `w
 
 @dataclasses.dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of one device's parameters, and of those that a decoding step reads."""
+    """Bytes of one device's parameters, in total and as read by a decoding step."""
 
     total: int
     read_per_step: int

@@ -1,4 +1,4 @@
-"""A ranking of the meshes of a number of devices: those that fit first, then by the goal."""
+"""A ranking of the meshes of a number of devices: by whether they fit, then by the goal."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def check_goal(goal: str) -> None:
 
 
 def propose_meshes(query: PlanQuery, devices: int, goal: str = "latency") -> list[Plan]:
-    """Return the plans of all meshes: those that fit in memory first, then sorted by `goal`.
+    """Return the plans of all meshes, sorted by whether they fit in memory, then by `goal`.
 
     Throughput is that of the given batch. Raises ConfigError for another goal, and if no mesh of
     `devices` devices divides the model.

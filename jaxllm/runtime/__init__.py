@@ -1,4 +1,4 @@
-"""What every command needs and no model knows: signals, processes, progress, checked arguments.
+"""Services for commands, independent of models: signals, processes, progress, checked arguments.
 
 signals: interrupts and the cleanup of temporary files. multihost: broadcast and agreement between
 processes. supervisor: the parent of a distributed command. progress: progress bars. validation:

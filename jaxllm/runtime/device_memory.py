@@ -1,4 +1,4 @@
-"""What fills a device's memory: for the start of a command, and an allocation that fails."""
+"""The use of a device's memory: for the start of a command, and an allocation that fails."""
 
 import re
 

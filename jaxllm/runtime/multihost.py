@@ -2,8 +2,8 @@
 
 Every process runs the whole command on the same global arrays, of which it holds a shard, so all
 must make the same decisions. Process 0 does what only one process can (stdin, random seeds, the
-clock) and broadcasts the result (`broadcast_from_zero`, `broadcast_array`). What each process has
-by itself (versions, files) is compared (`check_processes_agree`, `weights.replica_check`). To write
+clock) and broadcasts the result (`broadcast_from_zero`, `broadcast_array`). Processes compare their
+own versions and files (`check_processes_agree`, `weights.replica_check`). To write
 a file, all processes gather one array at a time (`to_host`) and process 0 writes it. If a process
 dies, JAX aborts the others from C++; `jaxllm.runtime.supervisor` then reports the cause in one
 line.

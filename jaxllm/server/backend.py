@@ -1,4 +1,4 @@
-"""What all routes share: the model's process, the settings, and plain JSON both ways."""
+"""Shared by all routes: the model's process, the settings, and plain JSON both ways."""
 
 import dataclasses
 from typing import Any
@@ -45,7 +45,7 @@ class ServerSettings:
 
 
 class Backend:
-    """The model's process with the settings of the server; raises ApiError for what it refuses."""
+    """The model's process with the settings of the server; a refused call raises ApiError."""
 
     def __init__(self, client: ModelClient, settings: ServerSettings) -> None:
         self.client, self.settings = client, settings

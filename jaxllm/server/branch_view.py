@@ -1,4 +1,4 @@
-"""What the page's branch view shows: a text's tokens, their attention and the likeliest next ones.
+"""The page's branch view: a text's tokens, their attention and the likeliest next ones.
 
 The text is prefilled up to its last token, which then runs alone: the attention of one query needs
 little memory at any length.

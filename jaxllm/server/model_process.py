@@ -1,8 +1,8 @@
 """The process that has the model: it answers frames of the HTTP process until that one ends.
 
 A thread of `BackgroundServer` decodes. Templates, tokenizers and grammars run in a pool of threads,
-so that a long prompt delays no other request. What computes outside the batch (embeddings, ranks,
-scores) runs in a thread of its own, a piece of each request in turn.
+so that a long prompt delays no other request. Embeddings, ranks and scores run in another thread,
+outside the batch, a piece of each request in turn.
 """
 
 import dataclasses

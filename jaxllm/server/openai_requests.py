@@ -1,7 +1,7 @@
 """Requests in OpenAI's JSON, as frames for the model process.
 
-The types of the fields are those of the classes here, checked by msgspec. What is unknown is
-ignored, as clients expect; what would change the answer and is not there is refused. All other
+msgspec checks the types of the classes here. Unknown fields are ignored, as clients expect; fields
+that would change the answer and are not supported are refused. All other
 options of `LM.generate` are taken under their own names.
 """
 
@@ -144,7 +144,7 @@ class GenerationCall(NamedTuple):
         fields: Its fields.
         frames: One frame of `ModelProcess` per choice, in order.
         logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
-        tools: What `tools.tool_grammar` takes; None without tools.
+        tools: Arguments of `tools.tool_grammar`; None without tools.
     """
 
     fields: GenerationFields
@@ -156,7 +156,7 @@ class GenerationCall(NamedTuple):
 def check_fields(body: Body, kind: type[Fields], name: str = "") -> Fields:
     """Return the fields of a request that a class has; null is a field's default. Raises ApiError.
 
-    name: That of the object within the request.
+    name: The object's field in the request.
     """
     given = {field: value for field, value in body.items() if value is not None}
     try:
@@ -326,7 +326,7 @@ def _read_part(part: Any, where: str) -> str:
 def _read_call(call: Body, where: str) -> dict[str, Any]:
     """Return a call whose arguments are an object, as templates take them.
 
-    Those of a call that a limit cut off are no JSON and stay a text.
+    A call that a limit cut off has no JSON; its arguments stay a string.
     """
     arguments = call["function"].get("arguments") or {}  # none of a function without parameters
     if isinstance(arguments, str) and not arguments.strip():

@@ -217,7 +217,7 @@ class ToolText:
         return len(text[:end].rstrip())
 
     def _find_calls(self) -> list[tuple[int, int, list[Call]]]:
-        """Return where calls begin and end, and the calls. Those within a thought are none."""
+        """Return where calls begin and end, and the calls; a thought contains none."""
         text, at, places = self._text, 0, list[tuple[int, int, list[Call]]]()
         if self._bare and (bare := self._read_calls("", 0)):
             calls, at = bare

@@ -1,4 +1,4 @@
-"""What a sharded model is made of: its configuration, its mesh and how it uses it."""
+"""The parts of a sharded model: its configuration, its mesh and how it uses it."""
 
 import dataclasses
 

@@ -141,7 +141,7 @@ class Tokenizer:
         return [*begin, *ids, *end]
 
     def __contains__(self, index: int) -> bool:
-        """Return whether an id has a token; those that pad a model's embedding have none."""
+        """Return whether an id has a token; padding of a model's embedding has none."""
         return _check_id(index) in self._tokens
 
     @lru_cache(maxsize=8)  # noqa: B019 - few tokenizers live in a process

@@ -80,7 +80,7 @@ def full_finetune(
     objective: Objective | None = None,
     constraint: Constraint | None = None,
 ) -> TrainJob:
-    """Train all weights, or those that `rules` select.
+    """Train all weights, or the selection of `rules`.
 
     Args:
         lm: in float32, since the master weights start as its parameters.

@@ -129,7 +129,7 @@ def _sum_chunks(
     pass or computed again in it.
 
     Args:
-        head: Parameters of the head; only those that are differentiated have a gradient.
+        head: Parameters of the head; only the differentiated ones have a gradient.
         x_C1SD: The final norm's output.
         labels: Labels `[C, 1, S]` and numbers `[C]` of the chunks.
     """

@@ -79,8 +79,8 @@ def read_weight(
         formats: as `Precision.format_chain` returns them.
         complaints: gets a message for NaN or infinity, and for numbers that overflow a narrower
             dtype.
-        passed: whether the stored numbers are known to be finite; those that are converted are
-            checked nevertheless.
+        passed: whether the stored numbers are known to be finite; converted numbers are checked
+            nevertheless.
         search: gets the path and a matrix that is kept unchanged, instead of a search for NaN here.
     """
     name = formats[-1]

@@ -16,8 +16,8 @@ class Model:
     """A model, hashable by value, with a Flax module's `apply` and `clone`.
 
     The answers here are those of a model on one device, which every module of `models` is.
-    `sharding.ShardedModel` has its own. What only training and loading ask of a sharded model is
-    in `sharding.sharded_model`, as functions of any model.
+    `sharding.ShardedModel` has its own. `sharding.sharded_model` has more functions of any model,
+    for training and loading.
     """
 
     config: ModelConfig

@@ -23,7 +23,7 @@ CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Override:
-    """What one module does differently; None means no difference."""
+    """Settings of one module that differ from the rest; None means no difference."""
 
     weights: str | None = None  # any format of `weights.formats`
     activations: str | None = None  # the dtype to which it rounds its input

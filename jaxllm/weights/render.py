@@ -23,7 +23,7 @@ def render_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]])
 
 
 def render_params(title: str, params: Mapping[str, Any]) -> str:
-    """Return a table of the weights: a row for those that differ only in numbers in their paths.
+    """Return a table of the weights; paths that differ only in numbers share a row.
 
     Columns: the path with `*` for numbers, how many there are, the shape of each, the format, and
     the bytes of all; the last row is the total.

@@ -209,8 +209,8 @@ def _check_policy(model: Model, name: str, policy: OverflowPolicy | None) -> Non
 def table(cells: Sequence[Cell]) -> Iterator[str]:
     """Yield a table's lines: for each policy, a row per depth and a column per length.
 
-    Entries are percentages of texts: those whose right answer was the most likely, and after a
-    slash those that greedy decoding answers correctly.
+    An entry is two percentages of texts. In the first the right answer is the likeliest; after the
+    slash, greedy decoding generates it.
     """
     for policy, group in group_by_policy(cells).items():
         lengths = list(dict.fromkeys(cell.length for cell in group))

@@ -16,8 +16,8 @@ MEETING_RATE = 0.25  # probability that a filler introduces another animal, in "
 
 # Words of the demo models' training grammar (scripts/demo_models/story_grammar.py). These models
 # learned to copy names, so the fact is a friend's name, introduced once and asked for at the end.
-# The hero is a girl and the friend a boy, since in the grammar the two always differ. The sentences
-# in between name nobody, except in texts with several facts (`MEETING`).
+# The hero is a girl and the friend a boy, since in the grammar the two always differ. Fillers have
+# no names, except in texts with several facts (`MEETING`).
 FRIENDS = (
     "Ben", "Tom", "Max", "Leo", "Sam", "Finn", "Otto", "Jack", "Theo", "Milo", "Hugo", "Oscar",
     "Felix", "Toby", "Jonah", "Arlo", "Rufus", "Gus", "Emil", "Noah", "Kofi", "Ravi", "Omar",

@@ -54,7 +54,7 @@ class ActiveRequest:
 
     Attributes:
         kind: Of its sampler (`fit_sampler`).
-        prefix: What had run before.
+        prefix: Tokens that had run before.
         num_run: Tokens that have run.
         edits, read, read_steps: Checked, for one row.
         num_drafted: Tokens that have run in the draft model, and belong to the text.

@@ -71,8 +71,7 @@ def keep_shapes(loop: Loop) -> Loop:
 
 
 def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> Iterator[None]:
-    """Compile the programs of usual requests, those that are used first before others; yield after
-    each.
+    """Compile the programs of usual requests in the order of their use; yield after each.
 
     loop: with the shapes of its state (`keep_shapes`). adapter: as in `Request`. chunk_size: of the
     prefix cache, if there is one.

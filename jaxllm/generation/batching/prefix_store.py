@@ -45,7 +45,7 @@ class Prefix(NamedTuple):
 
 
 class PrefixStore(NamedTuple):
-    """What prompts may begin with: entries of a prefix cache, and texts that all rows read.
+    """Beginnings of prompts that have run: entries of a prefix cache, texts that all rows read.
 
     cache, program: a prefix cache, and the number of the loop's model in it; or None. texts: of the
     frozen segments of the loop's cache. multiple: prompts run in chunks of so many tokens; 1 if

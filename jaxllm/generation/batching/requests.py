@@ -112,7 +112,7 @@ class Event:
         step: Statistics of the step.
         top_logprobs: The likeliest tokens of the step and their log-probabilities, if requested.
         cached_tokens: Prompt tokens that came from the prefix cache.
-        sites: What was read in the step that predicted the token: NumPy arrays by site, of one row
+        sites: Activations of the step that predicted the token: NumPy arrays by site, of one row
             and one token.
         draft_stats: Of the request so far.
     """

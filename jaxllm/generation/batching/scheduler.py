@@ -109,8 +109,7 @@ def serve(
         shared_prefixes: Texts (token ids) that many prompts begin with, such as a system message.
             They run once, and all rows read their keys and values in place. A prompt uses as many
             tokens of one as it begins with, unless the request has an adapter or edits.
-        draft: As in `speculative_generate`: where all rows decode, each proposes tokens, and one
-            pass of the model yields those that it would have drawn. It rests while the rows write
+        draft: As in `speculative_generate`, while all rows decode. It rests while the rows write
             faster without it. Tokens and log-probabilities have the same bits as without.
         draft_tokens: Maximum number of tokens to propose per row and pass.
 
@@ -238,7 +237,7 @@ def _open_draft(
     width = check_int("draft_tokens", width, 1, config.position_limit)
     if not has_invariant_rows(model, params):
         raise ConfigError(
-            "draft needs a model whose bits do not depend on how many tokens run at once"
+            "draft needs a model that computes the same bits for any number of tokens at once"
             " (load(..., invariant=True) and the native kernels; docs/guarantees.md)"
         )
     if any(x.rope_type == "dynamic" for x in config.ropes) and (

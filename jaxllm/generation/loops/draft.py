@@ -1,8 +1,8 @@
 """Drafts: tokens that a model, or the text itself, proposes after each row's text.
 
-A draft model has a cache of its own, in which a token's slot is its position. It may lack tokens of
-a text: those that were written without it. `catch_up` runs them; `propose_tokens` expects all but
-the last two.
+A draft model has a cache of its own, in which a token's slot is its position. Tokens that were
+written without the draft are missing from it. `catch_up` runs them; `propose_tokens` expects all
+but the last two.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ DraftSource = tuple[Model, Params] | PromptLookup
 
 
 class Draft(NamedTuple):
-    """What proposes up to `width` tokens in each row; a model has parameters and a cache."""
+    """A source of up to `width` proposals per row; a model has parameters and a cache."""
 
     source: Model | PromptLookup | None = None
     width: int = 0
@@ -87,7 +87,7 @@ NO_DRAFT = Draft()
 
 
 class DraftStats(NamedTuple):
-    """Draft tokens that the model scored, those that it accepted, and the drafts they were in."""
+    """Numbers of draft tokens that the model scored and accepted, and of drafts."""
 
     proposed: int = 0
     accepted: int = 0

@@ -83,7 +83,7 @@ class GenerateResult(struct.PyTreeNode):
         top_token_BTN, top_logprob_BTN: The N likeliest tokens of each step, best first, or None.
         attention_mass: Attention that each cache slot received from the tokens run so far, `[B, S]`
             or `[layers, B, S]`; None unless requested or needed by the overflow policy.
-        sites: What was read, by site: NumPy arrays of the chosen steps in order, on the axis of
+        sites: Activations by site: NumPy arrays of the chosen steps in order, on the axis of
             new tokens. Step i runs the i-th generated token, from 0; the last never runs. The
             results of `stream` hold their own step's alone, on the device.
     """
@@ -403,7 +403,7 @@ def _make_result(
 
 
 class _Step(NamedTuple):
-    """What a step drew, as a round of one column, and what it read."""
+    """A step's tokens, as a round of one column, and the activations it read."""
 
     drawn: Drawn
     mass: jax.Array | None = None

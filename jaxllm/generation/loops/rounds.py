@@ -34,7 +34,7 @@ from jaxllm.weights.paths import Params
 
 
 class LoopPlan(NamedTuple):
-    """What is constant in a loop, and compiled into its program.
+    """Constants of a loop, compiled into its program.
 
     Attributes:
         model: Predicts the tokens.
@@ -85,7 +85,7 @@ class LoopInputs(struct.PyTreeNode):
 
 
 class Tails(NamedTuple):
-    """What a loop writes: the cache, and the draft's.
+    """The caches that a loop writes: the model's, and the draft's.
 
     target: A cache without its frozen segments, in which all rows write at the cursor; or only its
         tail, in which a token's slot is its position.

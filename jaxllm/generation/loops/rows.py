@@ -61,7 +61,7 @@ class Drawn(NamedTuple):
         logprob_B: Log-probability under the model, before any processor.
         valid_B: Whether the row took part; its logits may not have been finite.
         finish_B: A `Finish` per row.
-        draft_B: What the draft proposed in this place, or -1.
+        draft_B: The draft's proposal for this token, or -1.
         top_token_BN, top_logprob_BN: The N likeliest tokens, if requested.
         processed_B: Log-probability after all processors, if requested.
     """

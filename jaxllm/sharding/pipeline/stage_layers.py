@@ -90,7 +90,7 @@ def run_places(
         blocks: of all layers of the model, by number. Their parameters are there by place.
 
     Returns:
-        What each place computes, and the output of the last one.
+        The output of each place, and of the last one.
     """
     seen = _reorder_segments(context, table)
     layers = list[Layer]()

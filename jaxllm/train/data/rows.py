@@ -28,7 +28,7 @@ class Rows(struct.PyTreeNode):
 
 
 class Example(NamedTuple):
-    """A text to learn from: int32 ids, and a bool mask of those that are learned.
+    """A text to learn from: int32 ids, and a bool mask of the tokens to learn.
 
     The others (a prompt) are context. The first token has no context, so it is never learned.
     """

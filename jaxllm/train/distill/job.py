@@ -1,4 +1,4 @@
-"""Distillation as a training job: its options, and what they become.
+"""Distillation as a training job, made from its options.
 
 Models of a family pad their vocabularies to different sizes (Qwen 2.5 has 151,936 and 152,064 rows
 for the same tokens), so both are cut to the real tokens. If an id meant different tokens, every

@@ -51,7 +51,7 @@ class OnPolicySampler:
         )
 
     def __call__(self, params: Params, rows: Rows, key: jax.Array) -> Rows:
-        """Return the rows, or those that the student generates from their prompts, `[..., T]`.
+        """Return the rows as they are, or as the student completes their prompts, `[..., T]`.
 
         Rows of padding stay. Raises what `generate` raises.
         """

@@ -57,7 +57,7 @@ class RecordKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _ShardFacts(msgspec.Struct, forbid_unknown_fields=True):
-    """What a shard's header has besides its digest. batches: their number in it."""
+    """A shard's header without its digest. batches: their number in the shard."""
 
     key: RecordKey
     batches: _Count

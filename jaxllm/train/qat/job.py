@@ -38,7 +38,7 @@ def qat(
     start_step: int = 0,
     objective: Objective | None = None,
 ) -> TrainJob:
-    """Train all weights, those that `rules` select with fake quantization.
+    """Train all weights; `rules` select the ones with fake quantization.
 
     The result is a quantized checkpoint with the logits of the last step, bit for bit. The other
     arguments and errors are those of `prepare.prepare`.

@@ -1,4 +1,4 @@
-"""Reinforcement learning as a training job: its options, and what they become."""
+"""Reinforcement learning as a training job, made from its options."""
 
 import dataclasses
 
