@@ -13,7 +13,7 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import HIDDEN_ACTS, ROPE_FIELDS, ScoreHead
 from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
-from jaxllm.ops.activations import ACTIVATIONS
+from jaxllm.ops import ACTIVATIONS
 from jaxllm.weights.paths import flatten
 from tests.tiny_models import random_model, tokens
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.equality import caches_equal
-from jaxllm.cache.render import RenderedRows, render_row
+from jaxllm.cache.inspection import RenderedRows, caches_equal, render_row
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.files import check_memory

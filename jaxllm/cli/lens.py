@@ -12,6 +12,8 @@ from jaxllm.cli.options import Model, NewFile, Plot
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxllm.inside import Lens
     from jaxllm.lm import LM
 
@@ -94,9 +96,7 @@ def lens(
     else:
         _write_table(pieces, guesses)
     if plot is not None:
-        from jaxllm.inside.plots import plot_lens
-
-        plot_lens(pieces, [[best[0] for best in row] for row in guesses], prob_LTK[..., 0], plot)
+        _plot_lens(pieces, [[best[0] for best in row] for row in guesses], prob_LTK[..., 0], plot)
         log(f"wrote {plot}")
 
 
@@ -132,3 +132,33 @@ def _show(lm: "LM", token: int) -> str:
     if lm.tokenizer is None:
         return str(token)
     return repr(lm.tokenizer.decode([token]) or lm.tokenizer.token(token))[1:-1]
+
+
+def _plot_lens(
+    pieces: list[str], guesses: list[list[str]], prob_LT: "np.ndarray", path: Path
+) -> None:
+    """Write a picture of the likeliest token after each layer (rows) of each token (columns); the
+    color is its probability.
+    """
+    from matplotlib.figure import Figure
+
+    from jaxllm.files.plots import save_figure
+
+    L, T = prob_LT.shape
+    figure = Figure(figsize=(1.6 + 0.85 * T, 1.2 + 0.36 * L), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(prob_LT, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1)
+    for layer, row in enumerate(guesses):
+        for column, guess in enumerate(row):
+            color = "white" if prob_LT[layer, column] > 0.6 else "black"
+            axes.text(
+                column, layer, guess[:11], ha="center", va="center", color=color, fontsize=8,
+                parse_math=False,
+            )  # fmt: skip
+    axes.set_xticks(range(T), pieces, rotation=35, ha="right", fontsize=8)
+    for label in axes.get_xticklabels():
+        label.set_parse_math(False)
+    axes.set_yticks(range(L))
+    axes.set(ylabel="after layer", xlabel="token")
+    figure.colorbar(image, label="probability")
+    save_figure(figure, path)

@@ -2,13 +2,17 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxllm.cli.console import spinner, write, write_json
 from jaxllm.cli.options import AsJson, BatchSize, Dtype, Model, Quantize, check_exclusive
 
+if TYPE_CHECKING:
+    from jaxllm.checkpoints.native import Checkpoint
+
+WEIGHT_SUFFIXES = (".safetensors", ".msgpack", ".bin", ".gguf", ".pt", ".pth", ".h5")
 EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
 
 
@@ -45,7 +49,6 @@ def plan(
     with spinner("starting"):
         from jaxllm.plan.estimate import PlanQuery, plan as estimate_plan
         from jaxllm.plan.hardware import parse_hardware
-        from jaxllm.plan.open_model import open_for_planning
         from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
         from jaxllm.plan.search import check_goal, propose_meshes
         from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
@@ -71,3 +74,34 @@ def plan(
         return write_json(records[0] if devices is None else records)
     ranking = "" if devices is None else f"{format_ranking(plans)}\nthe first of them:\n\n"
     write(f"{ranking}{format_plan(plans[0])}")
+
+
+def open_for_planning(path: str | Path) -> "Checkpoint":
+    """Open the checkpoint at `path`, as in `jaxllm.load`.
+
+    A config.json, or a directory without weight files, gives a checkpoint without tensors. Its
+    weights count as bfloat16, unless its `dtype` is float32 or float16.
+
+    Raises CheckpointError or ConfigError if there is no valid checkpoint.
+    """
+    from jaxllm.checkpoints.native import Checkpoint
+    from jaxllm.convert.hf import read_config, unread_fields
+    from jaxllm.convert.registry import open_checkpoint, warn_ignored
+    from jaxllm.files import read_json
+    from jaxllm.weights.precision import Precision
+
+    if not isinstance(path, Path):
+        alone = Path(path) / "config.json"
+        if not alone.is_file() or any(
+            file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+            for file in alone.parent.iterdir()
+        ):
+            return open_checkpoint(path)
+        path = alone
+    data = read_json(path)
+    config, _ = read_config(data)
+    stored = data.get("dtype", data.get("torch_dtype"))
+    dtype = stored if stored in ("float32", "float16", "bfloat16") else "bfloat16"
+    opened = Checkpoint(path, config, {}, {}, Precision.uniform(dtype), ignored=unread_fields(data))
+    warn_ignored(opened)
+    return opened

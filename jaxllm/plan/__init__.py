@@ -1,9 +1,8 @@
 """Planning: estimates of memory, communication and time of a model on a mesh, without running it.
 
 hardware: device specifications. memory: bytes on each device. communication: the collectives of a
-step (collective: one kind; context_parallel: those of context parallelism). estimate: times from
-peak rates, and the largest batch and context. search: a ranking of meshes. open_model: a
-checkpoint or a bare configuration; report: plans as text.
+step (collective: one of them, and the sizes of a step). estimate: times from peak rates, and the
+largest batch and context. search: a ranking of meshes. report: plans as text.
 
 Collectives and bytes match compiled programs (`sharding.collective_stats`); times are bounds from
 data sheets.
