@@ -126,9 +126,8 @@ def test_first_run_counts_as_compilation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (row.test, row.tokens, row.seconds) == ("tg4 x 2", 8, (0.5, 4.0, 2.0))
     assert (row.tokens_per_second, row.compile_s, row.bandwidth_gb_s) == (4.0, 5.0, 30.0)
     assert row.weights_gb_s == pytest.approx(bench.weight_bytes(lm) * 4 / 2.0 / 1e9)
-    set_durations(
-        monkeypatch, 1.0, *[3.0] * 5
-    )  # a first run that is faster counts as 0 s of compilation
+    # A first run that is faster counts as 0 s of compilation.
+    set_durations(monkeypatch, 1.0, *[3.0] * 5)
     readings = iter([1.0] * 5)
     (row,) = prompt
     assert (row.tokens_per_second, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)

@@ -92,9 +92,9 @@ def spinner(message: str | None) -> Iterator[Callable[[], None]]:
         status.stop()
 
 
-def _discard_output(stream: object) -> None:
+def _discard_output(stream: Any) -> None:
     """Redirect the stream to the null device; else the interpreter flushes it again at exit."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())  # type: ignore[attr-defined]
+        os.dup2(null, stream.fileno())
         os.close(null)

@@ -193,9 +193,8 @@ class Rope:
         return problems
 
 
-ProblemType = Literal[
-    "regression", "single_label_classification", "multi_label_classification"
-]  # of transformers
+# Of transformers.
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 MAX_LABELS = 1 << 20
 
 

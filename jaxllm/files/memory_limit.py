@@ -11,9 +11,8 @@ from jaxllm.errors import CapacityError, JaxllmError
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MAPS = Path("/proc/self/maps")
-_READ_ONLY = re.compile(
-    r"([0-9a-f]+)-([0-9a-f]+) r--. \S+ \S+ [1-9]\d* ", re.M
-)  # read-only file mappings
+# Read-only file mappings.
+_READ_ONLY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r--. \S+ \S+ [1-9]\d* ", re.M)
 
 
 def machine_memory() -> int | None:

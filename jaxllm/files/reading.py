@@ -19,9 +19,8 @@ from typing import Any
 from jaxllm.errors import CheckpointError, JaxllmError
 
 MAX_BYTES = 1 << 28
-MAX_JSON_BYTES = (
-    1 << 26
-)  # nested lists take 20 times this in memory; the largest tokenizers have 2**25
+# Nested lists take 20 times this in memory; the largest tokenizers have 2**25.
+MAX_JSON_BYTES = 1 << 26
 MAX_DEPTH = 64  # of JSON: a tokenizer's has 10
 MAX_DIGITS = 40  # of a JSON integer: 2**64 has 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of one, alone or of a pair

@@ -52,9 +52,8 @@ def draw(
         return axes.pcolormesh(edges_I, edges_P, np.ma.array(values_PI, mask=~shown_PI), **style)
 
     percent_PI = 100 * share_PI
-    low = max(
-        float(np.nanpercentile(percent_PI, 1)), TICKS[0]
-    )  # so that a few tiny shares cost no contrast
+    # So that a few tiny shares cost no contrast.
+    low = max(float(np.nanpercentile(percent_PI, 1)), TICKS[0])
     high = max(float(np.nanmax(percent_PI)), 2 * low)
     norm = LogNorm(low, high, clip=True)
     bright: ScalarMappable = mesh(percent_PI, present_PI, norm=norm, cmap="inferno")

@@ -145,9 +145,8 @@ def test_dropout_masks_adapter_inputs_only(dora: bool) -> None:
         gain = np.asarray(length) / np.linalg.norm(W + (B * SCALE) @ A, axis=1)
     added = gain * (dropped @ ((B * SCALE) @ A).T) + (gain - 1) * (dropped @ W.T)
     assert_close(linear(jnp.asarray(X), training), X @ W.T + added)
-    assert_close(
-        linear(jnp.asarray(X), made), X @ np.asarray(made.to_dense()).T
-    )  # not in inference
+    # Not in inference.
+    assert_close(linear(jnp.asarray(X), made), X @ np.asarray(made.to_dense()).T)
 
 
 FIRST = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))

@@ -161,9 +161,8 @@ def test_row_groups_require_divisible_rows() -> None:
     """
     model, params = of_layers("llama", 2)
     over, shared = shard_model(model, params, "data=2,stage=2")
-    assert (
-        row_groups(over, 3) is None and row_groups(over, 2) is None
-    )  # rows do not divide: stages idle
+    # Rows do not divide: stages idle.
+    assert row_groups(over, 3) is None and row_groups(over, 2) is None
     np.testing.assert_array_equal(row_groups(over, 8), [0, 0, 1, 1, 0, 0, 1, 1])
     check_generation(model, params, over, shared, 3)
 

@@ -60,9 +60,8 @@ def test_pipeline_gradients_equal_single_device(
     """The scheduled loss and plain differentiation both give the loss and gradients of
     one device.
     """
-    model, params = of_layers(
-        family, 3 if family == "gemma2" else 4
-    )  # one stage has one layer less
+    # One stage has one layer less.
+    model, params = of_layers(family, 3 if family == "gemma2" else 4)
     over, shared = shard_model(model, params, mesh, microbatches=microbatches, **options)
     rows = texts(8, 7)
     loss, gradient = jax.jit(jax.value_and_grad(lambda p: plain(model, p, rows)))(params)

@@ -92,9 +92,8 @@ def check(over: Any, shared: Any, exact: bool = False) -> None:
     found = plan(make_query(over, over.axes, exact))
     assert max(bytes_per_device(shared).values()) == found.weights.total
     cache = init_cache(over, ROWS, SLOTS)
-    scalars = 4 * (
-        1 + rows_per_device(over.axes, ROWS)
-    )  # the cursor, and the next position of each row
+    # The cursor, and the next position of each row.
+    scalars = 4 * (1 + rows_per_device(over.axes, ROWS))
     assert max(bytes_per_device(cache).values()) == found.cache_bytes + scalars
     for tokens in (1, CHUNK):
         ran = collectives(over, shared, cache, tokens)
@@ -131,9 +130,8 @@ def test_quantized_shard_bytes_equal_plan(
 
 def test_plan_refuses_group_splits_like_loading() -> None:
     """Planning and loading refuse a mesh that splits a quantization group with the same error."""
-    model, params = make_model(
-        "llama", Precision(quantize="int4-g64")
-    )  # MLP width 56, groups of 64
+    # MLP width 56, groups of 64.
+    model, params = make_model("llama", Precision(quantize="int4-g64"))
     message = r"layers\.0\.mlp\.down_proj\.weight over tensorxkv_replicas=2: .* split a group of 64"
     with pytest.raises(ConfigError, match=message):
         shard_model(model, params, "tensor=2")

@@ -24,9 +24,8 @@ def test_override_covers_module_and_its_children() -> None:
             (r".*norm", Override(weights="float32")),
         ),
     )
-    assert (
-        precision.param_format("layers.0.mlp.down_proj.weight", (256, 256)) == "float32"
-    )  # the first row does not set weights
+    # The first row does not set weights.
+    assert precision.param_format("layers.0.mlp.down_proj.weight", (256, 256)) == "float32"
     assert precision.activation_dtype("layers.0.mlp.down_proj") == jnp.float16
     assert precision.activation_dtype("layers.0.self_attn.q_proj") == jnp.float32
     assert precision.param_format("layers.1.input_layernorm.weight", (256, 256)) == "float32"

@@ -47,9 +47,8 @@ class Estimate:
 
         For the mean negative log-likelihood this is perplexity with llama-perplexity's "+/-".
         """
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # a mean above 709 nats overflows to infinity
+        # A mean above 709 nats overflows to infinity.
+        with np.errstate(over="ignore", invalid="ignore"):
             mean = np.exp(np.float64(self.mean))
             return Estimate(float(mean), float(mean * self.error))
 

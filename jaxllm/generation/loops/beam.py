@@ -41,9 +41,8 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 EarlyStopping = bool | Literal["never"]
-BeamText = tuple[
-    jax.Array, jax.Array
-]  # each beam's text before the search, [R, L], and length, [R]
+# Each beam's text before the search, [R, L], and length, [R].
+BeamText = tuple[jax.Array, jax.Array]
 
 
 class BeamResult(struct.PyTreeNode):

@@ -16,9 +16,8 @@ from jaxllm.generation.sampling.truncation import as_column
 
 _MAX_PENALTY = 1e30  # finite, so a row with all tokens penalized keeps its order
 
-_MatchState = tuple[
-    jax.Array, jax.Array, jax.Array
-]  # tokens compared, which still match, match lengths
+# Tokens compared, which still match, match lengths.
+_MatchState = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class RepetitionPenalty(OptionProcessor):

@@ -59,11 +59,11 @@ def _leaf_shapes(kind: Any, vocab_size: int, text_width: int) -> list[jax.ShapeD
     """
     structure, forms = kind
     sampler = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*form) for form in forms])
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    text = jax.ShapeDtypeStruct((text_width,), jnp.int32)
+    shape: Any = jax.ShapeDtypeStruct  # in the place of arrays
+    number, text = shape((), jnp.int32), shape((text_width,), jnp.int32)
     key = jax.eval_shape(partial(row_keys, 0, 1))
-    context = Context(text, number, number, jax.ShapeDtypeStruct((), key.dtype))  # type: ignore[arg-type]
-    logits_V = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+    context = Context(text, number, number, shape((), key.dtype))
+    logits_V = shape((vocab_size,), jnp.float32)
     try:
         _, then = jax.eval_shape(_draw_one, sampler, logits_V, context)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(then)]

@@ -143,8 +143,8 @@ def _make_place_runner(
         if number is None:
             return copy
         block = blocks[number].clone(parent=None, name=name)
-        named = _NamedBlock(lambda: block, remat)
-        return lambda x: named.apply({"params": params}, x, context)  # type: ignore[return-value]
+        apply: Any = _NamedBlock(lambda: block, remat).apply
+        return lambda x: apply({"params": params}, x, context)
 
     def copy(x: jax.Array) -> Layer:
         form = jax.eval_shape(runs[0], x)

@@ -49,9 +49,8 @@ class WeightBase:
     # Whether it is a device's shard, whose products communicate: `apply_with` then passes further
     # arguments on to `linear`.
     is_sharded = False
-    trainable_fields: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields that training can change, but for integers
+    trainable_fields: ClassVar[tuple[str, ...]] = ()  # but for integers
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def is_composite(self) -> bool:
@@ -129,7 +128,7 @@ class WeightBase:
 
     def array_fields(self) -> dict[str, Any]:
         """Return its fields that are arrays or weights, if they are set."""
-        fields = [f for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)]  # type: ignore[arg-type]
+        fields = [f for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)]
         return {f.name: x for f in fields if (x := getattr(self, f.name)) is not None}
 
     def arrays(self) -> dict[str, jax.Array]:

@@ -263,9 +263,8 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         parts = (self, *others)
         names = [name for name in ("data", *_GROUP_FIELDS) if getattr(self, name) is not None]
         fields = {name: function(*(getattr(x, name) for x in parts)) for name in names}
-        if self.row_sum is not None:
-            sums = function(*(x.row_sum[..., None] for x in parts))  # type: ignore[index]
-            fields["row_sum"] = sums[..., 0]
+        if sums := [x.row_sum[..., None] for x in parts if x.row_sum is not None]:
+            fields["row_sum"] = function(*sums)[..., 0]
         return self.replace(**fields)
 
     def _groups(self, begin: int, end: int) -> dict[str, Any]:

@@ -177,9 +177,8 @@ def test_tensor_axis_tokens_mode_uses_reduce_scatter() -> None:
 
     many, few = collectives(32), collectives(1)
     assert "all-reduce" not in many
-    assert (
-        many["reduce-scatter"].calls == 1 + 2 * 2
-    )  # the embedding; attention and MLP of each layer
+    # The embedding; attention and MLP of each layer.
+    assert many["reduce-scatter"].calls == 1 + 2 * 2
     assert many["all-gather"].calls == 1 + 2 * 2 + 1  # the last norm; and the logits
     assert few["all-reduce"].calls == 1 + 2 * 2
     assert "reduce-scatter" not in few
