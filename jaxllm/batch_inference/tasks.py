@@ -173,8 +173,8 @@ def _score(
 
 
 def _embed(lm: LM, prompts: Sequence[Any], **options: Any) -> list[Answer]:
-    found_BD = lm.embed(prompts, show_progress=False, **options)
-    return [{"embedding": shortest_floats(x_D)} for x_D in found_BD]
+    vectors_BD = lm.embed(prompts, show_progress=False, **options)
+    return [{"embedding": shortest_floats(x_D)} for x_D in vectors_BD]
 
 
 def _classify(lm: LM, prompts: Sequence[Any], **options: Any) -> list[Answer]:

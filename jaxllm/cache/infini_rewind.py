@@ -48,8 +48,8 @@ def rewind_memory(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
 
 
 def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
-    position_BS, now_B = to_host(cache.position_BS), to_host(cache.next_position_B)
-    for row, (to, begin, next_position) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
+    position_BS, last_B = to_host(cache.position_BS), to_host(cache.next_position_B)
+    for row, (to, begin, next_position) in enumerate(zip(next_B, begin_B, last_B, strict=True)):
         if to < begin:
             raise CacheMismatchError(
                 f"rewind: row {row} cannot go back to position {to}: its memory can be rewound to"

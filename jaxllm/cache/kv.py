@@ -440,8 +440,8 @@ def merge_labels(cached_B: Any, new_B: Any) -> Any:
     if cached_B is None:
         return new_B
     if not any(isinstance(x, jax.core.Tracer) for x in (cached_B, new_B)):
-        theirs_B, ours_B = np.asarray(cached_B), 0 if new_B is None else np.asarray(new_B)
-        unlike = np.flatnonzero((theirs_B != 0) & (theirs_B != ours_B))
+        old_B, label_B = np.asarray(cached_B), 0 if new_B is None else np.asarray(new_B)
+        unlike = np.flatnonzero((old_B != 0) & (old_B != label_B))
         if unlike.size:
             raise CacheMismatchError(
                 f"row {unlike[0]} of the cache holds keys that were computed under other edits."

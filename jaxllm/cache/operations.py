@@ -56,12 +56,12 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     check_usable(cache)
     if (n is None) == (to is None):
         raise CapacityError("rewind needs either n (how many positions) or to (which position)")
-    now_B = cache.next_position_B
+    old_B = cache.next_position_B
     rows = cache.batch
-    next_B = now_B - _to_int32("n", n, rows) if to is None else _to_int32("to", to, rows)
-    next_B = jnp.broadcast_to(next_B, now_B.shape)
-    if _is_concrete(next_B, now_B) and (int(next_B.min()) < 0 or bool((next_B > now_B).any())):
-        raise CapacityError(f"cannot rewind from positions {now_B.tolist()} to {next_B.tolist()}")
+    next_B = old_B - _to_int32("n", n, rows) if to is None else _to_int32("to", to, rows)
+    next_B = jnp.broadcast_to(next_B, old_B.shape)
+    if _is_concrete(next_B, old_B) and (int(next_B.min()) < 0 or bool((next_B > old_B).any())):
+        raise CapacityError(f"cannot rewind from positions {old_B.tolist()} to {next_B.tolist()}")
     memory = rewind_memory(cache, next_B)
 
     def rewind_positions(position_BS: jax.Array) -> jax.Array:
@@ -212,8 +212,8 @@ def find_slots(cache: KVCache, positions_BT: Any) -> jax.Array:
     positions_BT = _to_int32("positions", positions_BT)
     if positions_BT.ndim != 2 or positions_BT.shape[0] not in (1, cache.batch):
         raise TokenError(f"positions must have shape [{cache.batch}, T], got {positions_BT.shape}")
-    found_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
-    return jnp.where(found_BTS.any(axis=2), found_BTS.argmax(axis=2).astype(jnp.int32), -1)
+    equal_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
+    return jnp.where(equal_BTS.any(axis=2), equal_BTS.argmax(axis=2).astype(jnp.int32), -1)
 
 
 def patch(cache: KVCache, slot_BT: Any, delta: Delta) -> KVCache:

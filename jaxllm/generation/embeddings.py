@@ -133,16 +133,16 @@ def _run_batches(
 
     Raises NonFiniteError, naming what the numbers are.
     """
-    found_ND, groups = np.zeros((len(ids), width), np.float32), group_by_length(ids, batch)
+    vectors_ND, groups = np.zeros((len(ids), width), np.float32), group_by_length(ids, batch)
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members in groups:
-            found_BD = run(*pad_batch([ids[member] for member in members], batch))
-            found_ND[members] = np.asarray(found_BD)[: len(members)]
+            batch_BD = run(*pad_batch([ids[member] for member in members], batch))
+            vectors_ND[members] = np.asarray(batch_BD)[: len(members)]
             advance()
-    if not np.isfinite(found_ND).all():
-        bad = int(np.argmin(np.isfinite(found_ND).all(axis=1)))
+    if not np.isfinite(vectors_ND).all():
+        bad = int(np.argmin(np.isfinite(vectors_ND).all(axis=1)))
         raise NonFiniteError(f"the {what} of text {bad} are NaN or infinite")
-    return found_ND
+    return vectors_ND
 
 
 def log_probs(

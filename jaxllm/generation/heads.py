@@ -182,14 +182,14 @@ def to_scores(head: ScoreHead, logits_NL: np.ndarray) -> np.ndarray:
 def softmax(x_NL: np.ndarray) -> np.ndarray:
     """Return the softmax of each row."""
     y_NL = np.exp(x_NL - x_NL.max(axis=1, keepdims=True, initial=-np.inf))
-    found_NL: np.ndarray = y_NL / y_NL.sum(axis=1, keepdims=True)
-    return found_NL
+    prob_NL: np.ndarray = y_NL / y_NL.sum(axis=1, keepdims=True)
+    return prob_NL
 
 
 def strip_padding(ids: Sequence[int], pad: int | None) -> Sequence[int]:
     """Return a text up to its last token that is not padding; of padding alone, the first token.
 
-    The logits of the last token left are then those that transformers' classifiers return.
+    Transformers' classifiers return the logits of the last token that is left.
     """
     end = next((i + 1 for i in reversed(range(len(ids))) if ids[i] != pad), 1)
     return ids[:end]

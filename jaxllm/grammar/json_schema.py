@@ -1,8 +1,8 @@
 """JSON schemas in llguidance's form, so that they are enforced as a whole or refused by name.
 
-A schema goes to llguidance, without the keywords that say nothing. What llguidance lacks or reads
-inexactly (numbers that no float64 holds, counts of optional keys, sets, look-around) is written as
-rules here, and so is everything around it; the other parts stay llguidance's.
+A schema goes to llguidance, without keywords of no effect. Keywords that llguidance lacks or reads
+inexactly (numbers that no float64 holds, counts of optional keys, sets, look-around) become rules
+here, and so does everything around them; the other parts stay llguidance's.
 """
 
 import json
@@ -444,7 +444,7 @@ class _Writer:
         return self._share_rule(text, f"%json {text}".__str__)
 
     def _refuse(self, schema: Mapping[str, Any], place: str) -> str:
-        """Leave a schema to llguidance, which refuses what it lacks by name, except numbers."""
+        """Leave a schema to llguidance, which names keywords that it lacks; but refuse numbers."""
         for part in self._parts(schema):
             for number in _numbers(part):
                 if is_inexact(number, as_bound=True):
@@ -456,7 +456,7 @@ class _Writer:
         return self._leaf(schema)
 
     def _parts(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the schemas within a schema, itself first, and those that they refer to."""
+        """Yield a schema, then all schemas within it and all that these refer to."""
         seen, new = set[str](), [schema]
         while new:
             schema = new.pop()

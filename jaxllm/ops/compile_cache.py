@@ -369,9 +369,9 @@ def _code_versions() -> str:
     stamps = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     settings = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
     versions = sys.version, jax.__version__, jax.lib.__version__, version("flax")
-    told_by = os.environ.get("XLA_FLAGS", "")
+    xla_flags = os.environ.get("XLA_FLAGS", "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return repr((stamps, versions, settings, threads, told_by))
+    return repr((stamps, versions, settings, threads, xla_flags))
 
 
 def _load_program(file: Path) -> Any:

@@ -32,8 +32,8 @@ def log_likelihood(
     columns = logits_XV.shape[-1]
     at_X = token_X - jax.lax.axis_index(axis_names) * columns
     chosen_X = pick_token(logits_XV, jnp.clip(at_X, 0, columns - 1))
-    mine_X = (at_X >= 0) & (at_X < columns)
-    return jax.lax.psum(jnp.where(mine_X, chosen_X, 0.0), axis_names) - jnp.log(sum_X) - top_X
+    is_local_X = (at_X >= 0) & (at_X < columns)
+    return jax.lax.psum(jnp.where(is_local_X, chosen_X, 0.0), axis_names) - jnp.log(sum_X) - top_X
 
 
 @jax.custom_jvp

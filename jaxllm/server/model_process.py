@@ -487,8 +487,8 @@ class ModelProcess:
         tokens = len(self.lm.encode(query))
         for piece in _split_pieces(documents):
             yield
-            found_N = self.lm.rerank(query, piece, adapter=frame.get("adapter"), **options)
-            scores += found_N.tolist()
+            score_N = self.lm.rerank(query, piece, adapter=frame.get("adapter"), **options)
+            scores += score_N.tolist()
             tokens += sum(len(self.lm.encode(text)) for text in piece)
         return {"scores": scores, "tokens": tokens}
 

@@ -53,7 +53,7 @@ class ChatTemplate:
     def from_directory(cls, path: str | Path, *, name: str = "default") -> Self:
         """Return the chat template of a checkpoint directory.
 
-        `name` is selected from those that `read_templates` finds; to "default", a template named
+        `name` selects one of the templates from `read_templates`; to "default", a template named
         "tool_use" is added.
 
         Raises:

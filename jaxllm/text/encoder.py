@@ -218,7 +218,7 @@ def write_merges(merges: Sequence[Any]) -> Sequence[str] | None:
 def _has_library_ids(tree: Mapping[str, Any]) -> bool:
     """Return whether the added tokens have the ids that the library gives them.
 
-    It numbers those that are no pieces upwards from the number of pieces, or after the largest id
+    It numbers tokens that are no pieces upwards, from the number of pieces or after the largest id
     of an added token so far.
     """
     vocab, last = tree["model"]["vocab"], -1

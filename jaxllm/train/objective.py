@@ -181,8 +181,8 @@ def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: AxisNames 
     """
     counted_BT = label_BT != IGNORED
     safe_BT = jnp.where(counted_BT, label_BT, 0)
-    found_BT = log_likelihood(logits_BTV.astype(jnp.float32), safe_BT, over)
-    return jnp.where(counted_BT, found_BT, 0.0)
+    logprob_BT = log_likelihood(logits_BTV.astype(jnp.float32), safe_BT, over)
+    return jnp.where(counted_BT, logprob_BT, 0.0)
 
 
 def cross_entropy(

@@ -148,8 +148,8 @@ class Reinforcement:
 
     Attributes:
         loss: Form of the loss.
-        group_size: Answers per prompt, which are compared with each other; of scored answers, those
-            that the file has.
+        group_size: Answers per prompt, which are compared with each other; a file of scored answers
+            has its own number.
         max_new_tokens: Maximum number of tokens of an answer.
         sampling: Options of `generate` that determine the distribution to sample from, by name
             [default: the model's own, whatever the checkpoint's generation_config.json has].

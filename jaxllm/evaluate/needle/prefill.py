@@ -92,9 +92,9 @@ def prefill_texts(
         if policy is not None and int(cache.cursor) + piece > slots:
             context = _sampler_context(rows, real_BT[:, :start].sum(axis=1))
             cache, total = make_room(policy, OverflowState(model, params, cache, context, total))
-        here_BT = real_BT[:, start : start + piece]
-        after_BT = np.cumsum(here_BT, axis=1) - 1
-        position_BT = np.where(here_BT, np.asarray(cache.next_position_B)[:, None] + after_BT, -1)
+        chunk_BT = real_BT[:, start : start + piece]
+        after_BT = np.cumsum(chunk_BT, axis=1) - 1
+        position_BT = np.where(chunk_BT, np.asarray(cache.next_position_B)[:, None] + after_BT, -1)
         out = _prefill_chunk(
             model,
             params,
@@ -159,13 +159,13 @@ def score_answers(
     whole_B = jnp.asarray(prefilled.length_B + answer_tokens) if policy is None else None
     column = np.arange(width - 1)[None]
     for c in range(C):
-        there_BA = column < length_BC[:, c, None] - 1
-        position_BA = np.where(there_BA, start_B1 + column, -1).astype(np.int32)
+        is_real_BA = column < length_BC[:, c, None] - 1
+        position_BA = np.where(is_real_BA, start_B1 + column, -1).astype(np.int32)
         more, likeliest = _score_rest(
             model, params, prefilled.cache, token_BCA[:, c], position_BA, whole_B
         )
-        logprob_BC[:, c] += np.where(there_BA, np.asarray(more, np.float64), 0).sum(axis=1)
-        greedy_BC[:, c] &= (np.asarray(likeliest) | ~there_BA).all(axis=1)
+        logprob_BC[:, c] += np.where(is_real_BA, np.asarray(more, np.float64), 0).sum(axis=1)
+        greedy_BC[:, c] &= (np.asarray(likeliest) | ~is_real_BA).all(axis=1)
     return AnswerScores(logprob_BC, greedy_BC)
 
 

@@ -338,14 +338,14 @@ def _compare(
 
 
 def compare_greedy(
-    ours_BNV: np.ndarray, theirs_BNV: np.ndarray, tolerance: Tolerance
+    logits_BNV: np.ndarray, expected_BNV: np.ndarray, tolerance: Tolerance
 ) -> GreedyComparison:
     """Compare the argmax tokens of both backends' logits after the same text."""
-    theirs_BNV = theirs_BNV.astype(np.float64)
-    mine_BN, best_BN = ours_BNV.argmax(axis=2), theirs_BNV.argmax(axis=2)
-    ordered = np.partition(theirs_BNV, -2, axis=2)
+    expected_BNV = expected_BNV.astype(np.float64)
+    token_BN, best_BN = logits_BNV.argmax(axis=2), expected_BNV.argmax(axis=2)
+    ordered = np.partition(expected_BNV, -2, axis=2)
     margin_BN = ordered[:, :, -1] - ordered[:, :, -2]
-    differ = np.argwhere((mine_BN != best_BN).T)  # by step, then by row
+    differ = np.argwhere((token_BN != best_BN).T)  # by step, then by row
     first = None
     if len(differ):
         n, b = differ[0]
@@ -353,15 +353,15 @@ def compare_greedy(
             "row": int(b),
             "step": int(n),
             "reference": int(best_BN[b, n]),
-            "ours": int(mine_BN[b, n]),
+            "ours": int(token_BN[b, n]),
             "margin": float(margin_BN[b, n]),
         }
     return GreedyComparison(
         compared=best_BN.size,
         agreed=best_BN.size - len(differ),
         first=first,
-        worst_margin=float(margin_BN[mine_BN != best_BN].max(initial=0.0)),
-        allowed_margin=tolerance.margin(float(np.abs(theirs_BNV).max())),
+        worst_margin=float(margin_BN[token_BN != best_BN].max(initial=0.0)),
+        allowed_margin=tolerance.margin(float(np.abs(expected_BNV).max())),
     )
 
 

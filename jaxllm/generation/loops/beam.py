@@ -285,9 +285,9 @@ def _top_candidates(total_BNV: jax.Array, n: int) -> tuple[jax.Array, jax.Array,
 
 def _append_tokens(search: SearchState, beam_BN: jax.Array, token_BN: jax.Array) -> jax.Array:
     """Append a token to each selected beam."""
-    here_T = jnp.arange(search.token_BNT.shape[-1], dtype=jnp.int32) == search.step
+    is_new_T = jnp.arange(search.token_BNT.shape[-1], dtype=jnp.int32) == search.step
     return jnp.where(
-        here_T[None, None], token_BN[:, :, None], _take_beams(search.token_BNT, beam_BN)
+        is_new_T[None, None], token_BN[:, :, None], _take_beams(search.token_BNT, beam_BN)
     )
 
 

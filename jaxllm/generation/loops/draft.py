@@ -236,8 +236,8 @@ def look_up_draft(text: Context, ngram: int, width: int) -> jax.Array:
     match_B1 = jnp.argmax(score_BL, axis=1, keepdims=True).astype(jnp.int32)
     period_B1 = jnp.maximum(end_B1 - 1 - match_B1, 1)
     ahead = jnp.arange(width, dtype=jnp.int32)[None]
-    found_BK = jnp.take_along_axis(token_BL, match_B1 + 1 + ahead % period_B1, axis=1)
-    return jnp.where((matched_BL > 0).any(axis=1, keepdims=True), found_BK, NO_TOKEN)
+    copied_BK = jnp.take_along_axis(token_BL, match_B1 + 1 + ahead % period_B1, axis=1)
+    return jnp.where((matched_BL > 0).any(axis=1, keepdims=True), copied_BK, NO_TOKEN)
 
 
 def last_tokens(text: Context, n: int) -> jax.Array:

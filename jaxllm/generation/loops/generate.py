@@ -193,8 +193,8 @@ def stream(
     """Generate one token at a time; each item holds the newest token of each row (T = 1).
 
     The next step overwrites the cache of the item before it; the last item's cache stays valid.
-    The prefill runs, and errors are raised, at the first `next`. The attention mass is that of the
-    latest step alone, initially that of the prompt.
+    The prefill runs, and errors are raised, at the first `next`. The attention mass covers the
+    latest step alone, at first the prompt.
     """
     until, start_options = _split_until(options)
     start = _prepare(model, params, tokens_BT, by_step=True, **start_options)

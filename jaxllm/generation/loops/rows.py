@@ -232,9 +232,9 @@ def draft_stats(drawn: Drawn) -> np.ndarray:
 def new_tokens(context: Context, before_B: np.ndarray, rounds: int) -> np.ndarray:
     """Return the tokens of a loop's rounds, `[rounds, 1, B]`, from texts that had `before_B`."""
     at_BN = before_B[:, None] + np.arange(rounds)[None]
-    found_BN = np.take_along_axis(to_host(context.token_BL), at_BN, axis=1)
-    found_BN = np.where(at_BN < np.asarray(context.length_B)[:, None], found_BN, NO_TOKEN)
-    return found_BN.T[:, None]
+    token_BN = np.take_along_axis(to_host(context.token_BL), at_BN, axis=1)
+    token_BN = np.where(at_BN < np.asarray(context.length_B)[:, None], token_BN, NO_TOKEN)
+    return token_BN.T[:, None]
 
 
 def join_drawn(parts: Sequence[Drawn], width: int) -> dict[str, np.ndarray]:

@@ -143,11 +143,11 @@ def speculative_generate(
     for name, (one, _) in zip(("model", "draft"), pairs, strict=False):
         check_longrope_limit(prompt_B, prompt_B + budget_B - 1, one.config, name)
     starts = []
-    for one, its_params in pairs:
+    for one, run_params in pairs:
         cache = init_cache(one, B, bucket_size(T + longest - 1))
         token_BT = np.minimum(tokens_BT, one.config.vocab_size - 1)
         starts.append(
-            prefill_checked(one, its_params, cache, token_BT, prompt_B, chunk=chunk, donate=True)
+            prefill_checked(one, run_params, cache, token_BT, prompt_B, chunk=chunk, donate=True)
         )
     text_BL, _ = initial_text(None, tokens_BT, prompt_B, T + longest - 1)
     rows = start_rows(text_BL, prompt_B, budget_B, sampler, seed, eos_token_ids)

@@ -119,7 +119,7 @@ class FunctionProcessor(Processor):
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         try:
-            found_BV = jnp.asarray(self.function(scores_BV, context))
+            new_BV = jnp.asarray(self.function(scores_BV, context))
         except (TypeError, AttributeError) as error:  # for example, swapped arguments
             raise SamplingError(
                 "a logits_processor must be a JAX function of (scores [B, V], Context) that"
@@ -127,12 +127,12 @@ class FunctionProcessor(Processor):
                 " Functions for transformers take (input_ids, scores): swap the arguments and read"
                 " the ids from Context.token_BL"
             ) from error
-        if found_BV.shape != scores_BV.shape or not jnp.issubdtype(found_BV.dtype, jnp.floating):
+        if new_BV.shape != scores_BV.shape or not jnp.issubdtype(new_BV.dtype, jnp.floating):
             raise SamplingError(
                 f"a logits_processor must return float scores {scores_BV.shape}, got"
-                f" {found_BV.dtype} {found_BV.shape}"
+                f" {new_BV.dtype} {new_BV.shape}"
             )
-        return found_BV.astype(jnp.float32)
+        return new_BV.astype(jnp.float32)
 
 
 def sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> jax.Array:

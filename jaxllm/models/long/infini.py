@@ -74,12 +74,12 @@ def attend(
     local = buckets.join(_attend_local(buckets, length, q_BTNH, parts, scale, cap)).astype(
         jnp.float32
     )
-    retrieved, there_BTN, memory = run_segments(
+    retrieved, has_memory_BTN, memory = run_segments(
         memory, memory_inputs.q, memory_inputs.k, memory_inputs.v, buckets, update
     )
     share_N1 = jax.nn.sigmoid(memory_inputs.gate_N.astype(jnp.float32))[None, None, :, None]
     mixed = share_N1 * retrieved + (1 - share_N1) * local
-    return jnp.where(there_BTN[..., None], mixed, local).astype(q_BTNH.dtype), None, memory
+    return jnp.where(has_memory_BTN[..., None], mixed, local).astype(q_BTNH.dtype), None, memory
 
 
 def _attend_local(

@@ -132,17 +132,17 @@ class ContextParallel:
         if not self.is_split:
             return apply(hooks=across, **row_inputs)
         column_B, local_columns = row_inputs["column_B"], self.local_columns
-        here_B = None
+        is_local_B = None
         if column_B is not None:
-            here_B = column_B // local_columns == jax.lax.axis_index(AXIS)
+            is_local_B = column_B // local_columns == jax.lax.axis_index(AXIS)
             row_inputs = {**row_inputs, "column_B": column_B % local_columns}
         trace = apply(hooks=across, **row_inputs)
         logits = trace.logits
-        if here_B is not None:
-            logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
+        if is_local_B is not None:
+            logits = jax.lax.psum(jnp.where(is_local_B[:, None, None], logits, 0.0), AXIS)
         if self.use_ulysses:
             return trace.replace(logits=logits)
-        if here_B is None:
+        if is_local_B is None:
             logits = zigzag.to_plain(logits, AXIS)
         return zigzag.to_plain(trace.replace(logits=None), AXIS).replace(logits=logits)
 

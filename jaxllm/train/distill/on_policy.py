@@ -66,7 +66,7 @@ class OnPolicySampler:
     def _generate_rows(self, params: Params, rows: Rows, key: jax.Array) -> Rows:
         B, T = rows.token_BT.shape
         length_B = prompt_lengths(rows, self.prompt_tokens)
-        there_B = length_B > 0
+        has_tokens_B = length_B > 0
         width = int(length_B.max(initial=1))
         most = min(self.new_tokens, self.model.config.context_length - width + 1)
         # An empty row gets a prompt of one token; its continuation is not used.
@@ -86,7 +86,7 @@ class OnPolicySampler:
         )
         new_BN, count_B = to_host((wrote.token_BT, wrote.length_B))
         made = blank_rows(B, T)
-        for row in np.flatnonzero(there_B):
+        for row in np.flatnonzero(has_tokens_B):
             begin, count = int(length_B[row]), int(count_B[row])
             text = np.concatenate([rows.token_BT[row, :begin], new_BN[row, :count]])
             columns = min(len(text) - 1, T)
@@ -104,8 +104,8 @@ def prompt_lengths(rows: Rows, minimum: int) -> np.ndarray:
     """
     label_BT, document_BT = np.asarray(rows.label_BT), np.asarray(rows.document_BT)
     counts_BT = label_BT != IGNORED
-    ours_BT = (document_BT == document_BT[:, :1]) & (document_BT >= 0)
-    first_B = np.argmax(counts_BT & ours_BT, axis=1) + 1  # the label stands before its own token
-    size_B = ours_BT.sum(axis=1)
+    mask_BT = (document_BT == document_BT[:, :1]) & (document_BT >= 0)
+    first_B = np.argmax(counts_BT & mask_BT, axis=1) + 1  # the label stands before its own token
+    size_B = mask_BT.sum(axis=1)
     length_B = np.minimum(np.maximum(first_B, minimum), np.maximum(size_B, 1))
     return np.where(counts_BT.any(axis=1) & (size_B > 0), length_B, 0)

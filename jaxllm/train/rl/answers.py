@@ -106,12 +106,12 @@ class AnswerSampler:
         reference_BN = np.zeros((B, N), np.float32)
         if self.reference is not None:
             reference_BN = _score(self.model, self.reference, made, GREEDY, N)[0]
-        there_BN = np.arange(N)[None] < np.array([len(answer) for answer in answers])[:, None]
+        is_real_BN = np.arange(N)[None] < np.array([len(answer) for answer in answers])[:, None]
         return AnswerRows(
             **vars(made),
             logprob_BN=np.asarray(logprob_BN),
             reference_BN=np.asarray(reference_BN),
-            weight_BN=there_BN.astype(np.float32),
+            weight_BN=is_real_BN.astype(np.float32),
             advantage_B=np.zeros(B, np.float32),
             reward_B=np.array(rewards, np.float64),
         )

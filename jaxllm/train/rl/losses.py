@@ -86,13 +86,13 @@ def token_weights(length_B: np.ndarray, width: int, form: str) -> np.ndarray:
     `grpo` takes the mean over the tokens of an answer, `dapo` over those of all answers; `dr-grpo`
     divides by the constant `width`.
     """
-    there_BN = np.arange(width)[None] < length_B[:, None]
+    is_real_BN = np.arange(width)[None] < length_B[:, None]
     divisor_B = {
         "grpo": length_B,
         "dr-grpo": np.full_like(length_B, width),
         "dapo": np.full(len(length_B), length_B.mean()),
     }[form]
-    return np.where(there_BN, 1 / divisor_B[:, None], 0).astype(np.float32)
+    return np.where(is_real_BN, 1 / divisor_B[:, None], 0).astype(np.float32)
 
 
 def answer_logprobs(
@@ -107,8 +107,8 @@ def answer_logprobs(
     first_B = jnp.argmax(label_BT != IGNORED, axis=1)
     column_BN = first_B[:, None] + jnp.arange(width)[None]
     token_BN = jnp.take_along_axis(label_BT, column_BN, axis=1)
-    there_BN = token_BN != IGNORED
-    token_BN = jnp.where(there_BN, token_BN, 0)
+    is_real_BN = token_BN != IGNORED
+    token_BN = jnp.where(is_real_BN, token_BN, 0)
     trace, *_ = steps.run_model(model, params, (), rows.token_BT, rows.position_BT)
     x_BND = jnp.take_along_axis(trace.norm, column_BN[..., None], axis=1)
     with native.use_one_path(model.precision.invariant):
@@ -126,7 +126,7 @@ def answer_logprobs(
 
     columns = jnp.moveaxis(logits_BNV, 1, 0), token_BN.T
     _, processed_NB = jax.lax.scan(process, (sampler.begin(len(prompt_B)), prompt_B), columns)
-    return jnp.where(there_BN, raw_BN, 0.0), jnp.where(there_BN, processed_NB.T, 0.0)
+    return jnp.where(is_real_BN, raw_BN, 0.0), jnp.where(is_real_BN, processed_NB.T, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

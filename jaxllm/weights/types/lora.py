@@ -184,8 +184,8 @@ def keep_chosen_adapter(params: Params) -> Params:
         if leaf.owner is None or (leaf.choice is not None and leaf.choice.shape != (1,)):
             return leaf.replace(weight=inner)
         number = NO_ADAPTER if leaf.choice is None else int(leaf.choice[0])
-        mine_K = np.asarray(leaf.owner) == number
-        if not mine_K.any():
+        chosen_K = np.asarray(leaf.owner) == number
+        if not chosen_K.any():
             return inner
         magnitude, norm = leaf.magnitude, leaf.norm
         if magnitude is not None and norm is not None:
@@ -194,9 +194,9 @@ def keep_chosen_adapter(params: Params) -> Params:
                 magnitude = norm = None
         return LoraWeight(
             inner,
-            leaf.a[mine_K],
-            leaf.b[:, mine_K],
-            leaf.scale[mine_K],
+            leaf.a[chosen_K],
+            leaf.b[:, chosen_K],
+            leaf.scale[chosen_K],
             magnitude,
             norm,
             site=leaf.site,
