@@ -46,8 +46,8 @@ from jaxllm.generation.loops.draft import PromptLookup
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
 from jaxllm.generation.options import (
-    GenerateOptions,
     Call,
+    GenerateOptions,
     check_options,
     document_options,
     row_options,

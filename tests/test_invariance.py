@@ -130,9 +130,7 @@ def test_report_finds_no_difference_on_demos(demo: str, quantize: str | None) ->
     load = partial(jaxllm.load, demo, dtype="bfloat16", quantize=quantize, invariant=True)
     others = load if quantize is None else None
     report = check_invariance(load(), show=lambda _: None, load=others)
-    assert ("scored by another process" in {comparison.way for comparison in report.comparisons}) == bool(
-        others
-    )
+    assert ("scored by another process" in {x.way for x in report.comparisons}) == bool(others)
     assert report.promised
     assert report.holds, report.comparisons
 
@@ -145,7 +143,7 @@ def test_report_names_first_stage_that_differs() -> None:
         report = check_invariance(lm, length=40, new_tokens=4, show=lambda _: None)
     assert not report.promised
     assert not report.holds
-    stages = {comparison.way: comparison.stage for comparison in report.comparisons}
+    stages = {x.way: x.stage for x in report.comparisons}
     assert stages["chunks of 1"].startswith("blocks.")
     assert not stages["compiled anew"]
 

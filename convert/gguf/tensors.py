@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import BLOCK_SIZE, TensorType, ReadBlocks
+from jaxllm.convert.gguf.blocks import BLOCK_SIZE, ReadBlocks, TensorType
 from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.weights.lazy import LazyTensor

@@ -23,6 +23,7 @@ from jaxllm.lm import LM
 from jaxllm.runtime.validation import check_int, is_integer
 
 Answer = dict[str, Any]
+Answered = tuple[BatchRow, Answer]
 WINDOW = 8  # batches of texts to read at once; those of similar lengths run together
 SEED_BITS = 53  # exact in every JSON reader
 
@@ -56,12 +57,12 @@ class BatchJob:
             )
 
 
-def answer_rows(lm: LM, job: BatchJob, rows: Iterable[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
+def answer_rows(lm: LM, job: BatchJob, rows: Iterable[BatchRow]) -> Iterator[Answered]:
     """Yield each row with its answer as it finishes; a row is read when there is room for it.
 
     Raises a JaxllmError for options that the model does not support.
     """
-    unreadable: list[tuple[BatchRow, Answer]] = []
+    unreadable: list[Answered] = []
 
     def readable_rows() -> Iterator[BatchRow]:
         for row in rows:
@@ -84,7 +85,7 @@ def row_seed(run_seed: int, row_id: Any) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
-def _generate(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
+def _generate(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[Answered]:
     """Continue prompts by continuous batching. A row without a seed gets one from its id."""
     lm.with_adapter(job.options.get("adapter"))  # raises an error before any row does
     running = dict[int, BatchRow]()
@@ -114,7 +115,7 @@ def _format_completion(result: Completion | JaxllmError) -> Answer:
     }
 
 
-def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[tuple[BatchRow, Answer]]:
+def _answer_texts(lm: LM, job: BatchJob, rows: Iterator[BatchRow]) -> Iterator[Answered]:
     """Answer rows of a task without decoding, a window at a time; equal options share a batch."""
     run_task = TEXT_TASKS[job.task].run
     run_task(lm, [], batch=job.batch_size, **job.options)  # raises an error before any row does

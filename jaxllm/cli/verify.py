@@ -89,16 +89,16 @@ def _verify_invariance(
 ) -> None:
     from jaxllm.evaluate.invariance import Comparison, check_invariance
 
-    def show(comparison: Comparison) -> None:
-        result = f"{comparison.stage} differs by {comparison.error:.1e}" if comparison.stage else "same bits"
+    def show(case: Comparison) -> None:
+        result = f"{case.stage} differs by {case.error:.1e}" if case.stage else "same bits"
         if not as_json:
-            write(f"{comparison.way:<30}{result}\n")
+            write(f"{case.way:<30}{result}\n")
 
     load = partial(loading.load, model, show_progress=False, invariant=True)
     workers = load if loading.mesh is None else None
     report = check_invariance(load(), length=length, new_tokens=new_tokens, load=workers, show=show)
     if as_json:
-        write_json([comparison._asdict() for comparison in report.comparisons])
+        write_json([case._asdict() for case in report.comparisons])
     if not report.promised:
         log("equal bits are not promised for this model here (docs/guarantees.md)")
     if not report.holds:

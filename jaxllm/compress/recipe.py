@@ -152,7 +152,9 @@ def read_recipe(path: Path, table: Sequence[StepSpec]) -> Recipe:
     return parse_lines(split_lines(read_text(path)), table, str(path))
 
 
-def parse_lines(lines: Iterable[str], table: Sequence[StepSpec], where: str = "the recipe") -> Recipe:
+def parse_lines(
+    lines: Iterable[str], table: Sequence[StepSpec], where: str = "the recipe"
+) -> Recipe:
     """Parse the lines of a recipe; skips blank lines and comments.
 
     Raises ConfigError if there is no step, and for a line with a syntax error, an unknown method,

@@ -61,7 +61,7 @@ def check_invariance(
     show: Callable[[Comparison], None] = print,
     load: Callable[[], LM] | None = None,
 ) -> InvarianceReport:
-    """Run a random text in many ways, and compare all bits; `show` receives each comparison at once.
+    """Run a random text in many ways, compare all bits, and `show` each comparison at once.
 
     Args:
         length: Tokens of the text; its continuation has `new_tokens`.

@@ -13,7 +13,7 @@ from jaxllm.checkpoints.native import HF_FORMAT, with_params
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.parity import compare
-from jaxllm.evaluate.parity.activations import ParityBackend, JaxBackend, example_case, on_process_zero
+from jaxllm.evaluate.parity.activations import Backend, JaxBackend, example_case, on_process_zero
 from jaxllm.lm import LM, load
 from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.runtime import signals
@@ -114,7 +114,7 @@ def _open_backends(
         yield on_process_zero(partial(_load_other, reference, dtype or "float32")), None
 
 
-def _load_other(reference: str | Path, dtype: str) -> ParityBackend:
+def _load_other(reference: str | Path, dtype: str) -> Backend:
     """Load another checkpoint, on one device."""
     other = load(reference, dtype=dtype)
     return JaxBackend(f"{reference} ({dtype})", other.model, other.params)

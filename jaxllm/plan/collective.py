@@ -18,7 +18,7 @@ from jaxllm.sharding.partition_specs import find_row_axes
 from jaxllm.sharding.pipeline.stage_layers import tick_layers
 from jaxllm.weights.precision import Precision
 
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+OpKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Collective:
     """
 
     what: str
-    kind: CollectiveKind
+    kind: OpKind
     axis: str
     over: int
     count: int

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.models import get_family
 from jaxllm.models.moe import MoEConfig
 from jaxllm.ops.kv_quant import cast
-from jaxllm.plan.collective import Collective, CollectiveKind, StepSizes
+from jaxllm.plan.collective import Collective, OpKind, StepSizes
 from jaxllm.sharding.context_parallel.dispatch import AXIS
 from jaxllm.sharding.expert_parallel import BUFFER_FACTOR
 from jaxllm.sharding.pipeline.stage_layers import tick_layers
@@ -118,7 +118,7 @@ def _norm_traffic(step: StepSizes, count: int) -> Iterator[Collective]:
 
 
 def _layer_collective(
-    step: StepSizes, what: str, kind: CollectiveKind, number: int, size: int, over: int | None = None
+    step: StepSizes, what: str, kind: OpKind, number: int, size: int, over: int | None = None
 ) -> Collective:
     return Collective(what, kind, "tensor", over or step.tensor_devices, number, size, step.ticks)
 
@@ -179,13 +179,13 @@ def gathers_slots(step: StepSizes) -> bool:
 
 
 def _collective(
-    step: StepSizes, what: str, kind: CollectiveKind, count: int, size: int, times: int = 1
+    step: StepSizes, what: str, kind: OpKind, count: int, size: int, times: int = 1
 ) -> Collective:
     return Collective(what, kind, AXIS, step.axes.sequence, count, size, times)
 
 
 def _tick_collective(
-    step: StepSizes, what: str, kind: CollectiveKind, count: int, size: int, times: int = 1
+    step: StepSizes, what: str, kind: OpKind, count: int, size: int, times: int = 1
 ) -> Collective:
     """Return a collective of the layers, which runs in each tick."""
     return _collective(step, what, kind, count, size, times * (step.groups + step.axes.stage - 1))

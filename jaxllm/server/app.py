@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from jaxllm import __version__
 from jaxllm.server.backend import (
-    Backend,
+    ServerBackend,
     ServerSettings,
     json_response,
     read_body,
@@ -122,7 +122,7 @@ class _Api:
     """The routes' functions."""
 
     def __init__(self, client: ModelClient, settings: ServerSettings) -> None:
-        self._backend = backend = Backend(client, settings)
+        self._backend = backend = ServerBackend(client, settings)
         self._generation, self._vectors = GenerationRoutes(backend), VectorRoutes(backend)
         self._created = int(time.time())
 

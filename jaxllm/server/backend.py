@@ -44,7 +44,7 @@ class ServerSettings:
     rerank: str | None = None
 
 
-class Backend:
+class ServerBackend:
     """The model's process with the settings of the server; a refused call raises ApiError."""
 
     def __init__(self, client: ModelClient, settings: ServerSettings) -> None:

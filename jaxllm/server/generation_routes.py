@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm import __version__
-from jaxllm.server.backend import Backend, json_response, read_body
+from jaxllm.server.backend import ServerBackend, json_response, read_body
 from jaxllm.server.errors import ApiError, from_model
 from jaxllm.server.model_client import ModelError
 from jaxllm.server.openai_requests import GenerationCall, read_chat, read_completion
@@ -23,7 +23,7 @@ PING = b": ping\n\n"
 class GenerationRoutes:
     """The functions of the routes that generate."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ServerBackend) -> None:
         self._backend = backend
 
     async def completion(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm.server.backend import Backend, json_response, read_body
+from jaxllm.server.backend import ServerBackend, json_response, read_body
 from jaxllm.server.errors import invalid, unsupported
 from jaxllm.server.openai_requests import ModelFields, Text, check_fields, is_prompt
 from jaxllm.server.streams import unless_gone
@@ -42,7 +42,7 @@ class _Rerank(ModelFields, kw_only=True):
 class VectorRoutes:
     """The functions of the routes for embeddings."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ServerBackend) -> None:
         self._backend = backend
 
     async def embeddings(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from jaxllm.cli.compress import CalibrationOptions
 from jaxllm.compress import registry
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.pipeline import compress
-from jaxllm.compress.recipe import ModelState, StepSpec, StepContext
+from jaxllm.compress.recipe import ModelState, StepContext, StepSpec
 from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves

@@ -108,7 +108,7 @@ ROWS = [
         step=ORIGINAL, bytes=4_000_000, perplexity=10.0, kl=0.0, kl_error=0.0, same_top=1.0, ratio=1
     ),
     ReportRow(step="quantize: rtn int8", bytes=1_000_000, kl=0.001234, seconds=2.04),
-    ReportRow(step="prune: much", bytes=500_000, kl=0.25, ratio=float("nan"), tokens_per_second=12.34),
+    ReportRow(step="prune: much", bytes=500_000, kl=0.25, ratio=np.nan, tokens_per_second=12.34),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_store, run_steps
-from jaxllm.compress.recipe import ModelState, Recipe, StepSpec, StepContext, parse_lines
+from jaxllm.compress.recipe import ModelState, Recipe, StepContext, StepSpec, parse_lines
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import lock_file

@@ -23,8 +23,8 @@ from jaxllm.compress.recipe import (
     INTEGER_FORMAT,
     ModelState,
     RuleOptions,
-    StepSpec,
     StepContext,
+    StepSpec,
     parse_integer_format,
 )
 from jaxllm.models.family import LinearGroup

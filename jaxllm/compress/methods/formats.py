@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, StepSpec, StepContext
+from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, StepContext, StepSpec
 from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
 from jaxllm.weights.paths import first_match, map_leaves
 from jaxllm.weights.sparse_speed import log_slow_formats

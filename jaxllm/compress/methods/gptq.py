@@ -13,8 +13,8 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    StepSpec,
     StepContext,
+    StepSpec,
     match_paths,
     parse_integer_format,
 )

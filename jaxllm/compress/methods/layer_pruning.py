@@ -24,7 +24,7 @@ from jaxllm.compress.methods.structured_pruning import (
     count_removed,
     parse_amount,
 )
-from jaxllm.compress.recipe import ModelState, Options, StepSpec, StepContext
+from jaxllm.compress.recipe import ModelState, Options, StepContext, StepSpec
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.model import Model

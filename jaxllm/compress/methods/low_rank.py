@@ -36,8 +36,8 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    StepSpec,
     StepContext,
+    StepSpec,
     match_paths,
     shapes_by_path,
 )

@@ -13,8 +13,8 @@ from jaxllm.compress.recipe import (
     ModelState,
     RuleOptions,
     Shapes,
-    StepSpec,
     StepContext,
+    StepSpec,
     check_pattern,
 )
 from jaxllm.errors import ConfigError

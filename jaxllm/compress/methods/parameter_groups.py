@@ -66,7 +66,9 @@ class GroupSlice(NamedTuple):
     index_Gn: np.ndarray
 
 
-def group_slices(config: ModelConfig, kind: Groups, layer: Params, path: str) -> Iterator[GroupSlice]:
+def group_slices(
+    config: ModelConfig, kind: Groups, layer: Params, path: str
+) -> Iterator[GroupSlice]:
     """Yield the parts of a layer's groups in every parameter. path: the layer's, for messages.
 
     Raises ConfigError for a quantized weight.

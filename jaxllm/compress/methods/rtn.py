@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.methods.formats import convert_inner
-from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, StepSpec, StepContext
+from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, StepContext, StepSpec
 from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.quantize import KEPT_RULES, Rules, find_format

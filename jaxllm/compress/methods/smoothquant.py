@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxllm.compress.channel_scaling import fold_scale
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.layerwise import LayerInputs, get_module, match_linears, run_layerwise
-from jaxllm.compress.recipe import Fraction, ModelState, RuleOptions, StepSpec, StepContext
+from jaxllm.compress.recipe import Fraction, ModelState, RuleOptions, StepContext, StepSpec
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import Params
 

@@ -21,7 +21,7 @@ from jaxllm.compress.methods.observers import (
     min_max,
     observe,
 )
-from jaxllm.compress.recipe import ModelState, RuleOptions, StepSpec, StepContext
+from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext, StepSpec
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import LinearGroup
 from jaxllm.weights.paths import Params

@@ -12,8 +12,8 @@ from jaxllm.compress.recipe import (
     PATTERN,
     ModelState,
     RuleOptions,
-    StepSpec,
     StepContext,
+    StepSpec,
     check_pattern,
 )
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs

@@ -207,7 +207,7 @@ def example_case(texts: Sequence[int] | None, vocab_size: int, length: int) -> P
     return pad_case([ids[:length], ids[length : sum(lengths)]])
 
 
-class ParityBackend(Protocol):
+class Backend(Protocol):
     """An implementation that runs cases; `dtype` is that of its activations."""
 
     @property
@@ -320,12 +320,12 @@ class JaxBackend:
         return logits_BV, cache
 
 
-def on_process_zero(make: Callable[[], ParityBackend]) -> Any:
+def on_process_zero(make: Callable[[], Backend]) -> Any:
     """Return a backend that calls `make` and runs only on process 0, which broadcasts its results.
 
     If `make` raises a JaxllmError, all processes raise one with the same message.
     """
-    made: list[ParityBackend] = []
+    made: list[Backend] = []
 
     def describe() -> str:
         made.append(make())

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity.activations import LOGITS, ParityBackend, JaxBackend, ParityCase
+from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase
 from jaxllm.files import finite_json
 from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.runtime.progress import steps_bar
@@ -246,12 +246,12 @@ class Report:
 
 def verify(
     backend: JaxBackend,
-    reference: ParityBackend,
+    reference: Backend,
     case: ParityCase,
     *,
     new_tokens: int = 32,
     tolerance: Tolerance | None = None,
-    exact: ParityBackend | None = None,
+    exact: Backend | None = None,
     show_progress: bool | None = None,
 ) -> Report:
     """Run a case and `new_tokens` greedy tokens through both backends, and compare.
@@ -284,13 +284,13 @@ def verify(
 
 
 def make_report(
-    backend: ParityBackend,
+    backend: Backend,
     reference: Any,
     case: ParityCase,
     stages: list[dict[str, np.ndarray]],
     decoded: list[dict[str, np.ndarray]],
     tolerance: Tolerance | None,
-    exact: ParityBackend | None = None,
+    exact: Backend | None = None,
 ) -> Report:
     """Return the report of two backends, of which `reference` needs only a name and a dtype.
 

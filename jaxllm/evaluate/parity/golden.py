@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, TokenError
-from jaxllm.evaluate.parity.activations import LOGITS, ParityBackend, JaxBackend, ParityCase, pad_case
+from jaxllm.evaluate.parity.activations import LOGITS, Backend, JaxBackend, ParityCase, pad_case
 from jaxllm.evaluate.parity.compare import Report, Tolerance, make_report
 from jaxllm.files import (
     atomic_directory,
@@ -90,7 +90,7 @@ class CheckResult:
 
 def make(
     directory: Path, backend: JaxBackend, texts: Sequence[Sequence[int]], *, new_tokens: int = 4,
-    source: ParityBackend | None = None,
+    source: Backend | None = None,
 ) -> None:  # fmt: skip
     """Write vectors of a model for texts of at least two tokens each.
 

@@ -10,8 +10,8 @@ over the checkpoint's defaults. The table itself is `generation.option_table`.
 
 from jaxllm.generation.option_table import (
     OPTIONS,
-    GenerateOptions,
     Call,
+    GenerateOptions,
     Option,
     document_options,
 )
@@ -24,8 +24,8 @@ from jaxllm.generation.options.check import (
 
 __all__ = [
     "OPTIONS",
-    "GenerateOptions",
     "Call",
+    "GenerateOptions",
     "Option",
     "check_options",
     "check_values",

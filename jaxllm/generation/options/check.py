@@ -16,7 +16,7 @@ from jaxllm.generation import option_table
 from jaxllm.generation.completion import Decoder, LanguageModel, StoppingCriterion
 from jaxllm.generation.decoders import DECODERS, BeamSearch, PlainGeneration
 from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
-from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, GenerateOptions, Call, Option
+from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, Call, GenerateOptions, Option
 from jaxllm.generation.sampling.options import PROCESSORS, check_sampling_option
 from jaxllm.generation.sampling.parsers import is_within
 from jaxllm.generation.sampling.sampler import Processor, Sampler, ScoreFunction
