@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from jaxllm.convert.decoders import (
-    ATTENTION_BIAS,
-    LAYER_TYPES,
-    make_table,
-    resolve_layer_types,
-)
+from jaxllm.convert.decoders import ATTENTION_BIAS, LAYER_TYPES, make_table, resolve_layer_types
 from jaxllm.convert.tables import Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.gemma2 import Gemma2Config, GemmaConfig

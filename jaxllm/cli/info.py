@@ -8,11 +8,7 @@ from jaxllm.cli.options import AsJson, Model, Strict
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
 
-def info(
-    model: Model = "demo:llama",
-    as_json: AsJson = False,
-    strict: Strict = False,
-) -> None:
+def info(model: Model = "demo:llama", as_json: AsJson = False, strict: Strict = False) -> None:
     """Show a checkpoint's architecture, parameters, bytes, cache. Reads no weights."""
     with spinner("starting"):
         import jax

@@ -205,10 +205,7 @@ Exact = Annotated[
         "--exact", help="With --mesh: the exact sums of one device, for twice the communication."
     ),
 ]
-Strict = Annotated[
-    bool,
-    typer.Option("--strict", help="Fail on unknown settings of a checkpoint."),
-]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail on unknown settings of a checkpoint.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

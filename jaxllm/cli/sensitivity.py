@@ -3,16 +3,7 @@
 from jaxllm.cli.console import log, spinner, write, write_json
 from jaxllm.cli.eval_data import describe_text
 from jaxllm.cli.option_groups import EvalTextOptions
-from jaxllm.cli.options import (
-    AsJson,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    Plot,
-    check_choice,
-    load_model,
-)
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, Plot, check_choice, load_model
 
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 

@@ -194,11 +194,7 @@ class _State(NamedTuple):
     error: jax.Array
 
 
-@partial(
-    jax.jit,
-    static_argnames=("target", "sparsity", "static", "columns"),
-    donate_argnums=0,
-)
+@partial(jax.jit, static_argnames=("target", "sparsity", "static", "columns"), donate_argnums=0)
 def _solve_blocks(
     w_IO: jax.Array,
     u_II: jax.Array,

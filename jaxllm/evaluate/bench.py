@@ -102,9 +102,11 @@ def make_tests(
     """
     prompts, depths, batches = list(prompts), list(depths), list(batches)
     for name, values, least in (
-        ("prompts", prompts, 1), ("decode", [decode], 1), ("depths", depths, 0),
+        ("prompts", prompts, 1),
+        ("decode", [decode], 1),
+        ("depths", depths, 0),
         ("batches", batches, 1),
-    ):  # fmt: skip
+    ):
         if any(v < least for v in values):
             raise ConfigError(f"bench: {name} must be at least {least}, got {values}")
     tests = [Test(prompt=n) for n in prompts] + [Test(decode=decode, depth=d) for d in depths]

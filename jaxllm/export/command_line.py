@@ -223,11 +223,7 @@ def _write_weights(path: Path, weights: dict[str, jax.Array], show: bool | None)
         write_tensors(
             path, tensors, aligned=False, metadata={"format": EXPORT.format}, progress=done
         )
-    return {
-        "file": path.name,
-        "sha256": digest(path),
-        "tensors": _array_entries(ordered),
-    }
+    return {"file": path.name, "sha256": digest(path), "tensors": _array_entries(ordered)}
 
 
 def _as_lazy(array: jax.Array) -> LazyTensor:

@@ -4,10 +4,7 @@
 of sites (`models.sites`). Here are the edits, and what is built on them.
 """
 
-from jaxllm.inside.attribution import (
-    attribute_logits,
-    decompose_stream,
-)
+from jaxllm.inside.attribution import attribute_logits, decompose_stream
 from jaxllm.inside.lens import (
     Lens,
     fit_jacobian_lens,
@@ -18,12 +15,7 @@ from jaxllm.inside.lens import (
     top_tokens,
     write_lens,
 )
-from jaxllm.inside.patching import (
-    Patches,
-    attribute_patches,
-    patch_paths,
-    patch_sites,
-)
+from jaxllm.inside.patching import Patches, attribute_patches, patch_paths, patch_sites
 from jaxllm.inside.sae import (
     SparseAutoencoder,
     load_autoencoder,
@@ -37,15 +29,7 @@ from jaxllm.inside.steering import (
     steering_edits,
     write_directions,
 )
-from jaxllm.models.interventions import (
-    Add,
-    Apply,
-    Clamp,
-    Edit,
-    Project,
-    Scale,
-    Set,
-)
+from jaxllm.models.interventions import Add, Apply, Clamp, Edit, Project, Scale, Set
 from jaxllm.models.site_inputs import assign_edits, site_names
 
 __all__ = [

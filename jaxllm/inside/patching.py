@@ -342,10 +342,12 @@ class _Sweep:
             rows = min(max(batch_tokens // int(width), 1), len(cells))
             start = total - int(width)
             suffix = _Suffix(
-                self._model, self._params, start,
+                self._model,
+                self._params,
+                start,
                 rewind(self._cache, to=start).segments if start else (),
                 np.repeat(self.token_1T[:, start:], rows, axis=0).astype(np.int32),
-            )  # fmt: skip
+            )
             padding = np.repeat(cells[-1:], -len(cells) % rows)
             for batch in np.concatenate([cells, padding]).reshape(-1, rows):
                 yield suffix, batch

@@ -114,9 +114,7 @@ def _project_mean(step_PD: np.ndarray) -> np.ndarray:
     return (axis_KD[0] * (step_PD.mean(axis=0) @ axis_KD[0])).astype(np.float32)
 
 
-def combine_directions(
-    parts: Iterable[tuple[Mapping[int, np.ndarray], float]],
-) -> Directions:
+def combine_directions(parts: Iterable[tuple[Mapping[int, np.ndarray], float]]) -> Directions:
     """Return the sum of several vectors, each times its strength, as llama.cpp adds its files.
 
     Raises:

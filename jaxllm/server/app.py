@@ -23,12 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxllm import __version__
-from jaxllm.server.backend import (
-    ServerBackend,
-    ServerSettings,
-    json_response,
-    read_body,
-)
+from jaxllm.server.backend import ServerBackend, ServerSettings, json_response, read_body
 from jaxllm.server.errors import ApiError, invalid
 from jaxllm.server.generation_routes import GenerationRoutes
 from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, Send
@@ -149,8 +144,10 @@ class _Api:
                 (f"{prefix}/embeddings", "POST", self._vectors.embeddings),
                 (f"{prefix}/rerank", "POST", self._vectors.rerank),
             ]
-        routes += [(f"/{file}", "GET", self._page(PAGE / (file or "index.html")))
-                   for file in ("", "page.js", "page.css")]  # fmt: skip
+        routes += [
+            (f"/{file}", "GET", self._page(PAGE / (file or "index.html")))
+            for file in ("", "page.js", "page.css")
+        ]
         return routes
 
     async def answer_error(self, request: Request, error: Any) -> Response:
@@ -242,8 +239,9 @@ class _Api:
         done = await self._backend.call("tokenize", **frame)
         tokens = done["tokens"]
         if done["pieces"] is not None:
-            tokens = [{"id": t, "piece": _piece(p)}
-                      for t, p in zip(tokens, done["pieces"], strict=True)]  # fmt: skip
+            tokens = [
+                {"id": t, "piece": _piece(p)} for t, p in zip(tokens, done["pieces"], strict=True)
+            ]
         return json_response({"tokens": tokens, "count": len(tokens),
                       "max_model_len": self._backend.info()["context"]})  # fmt: skip
 
@@ -269,8 +267,9 @@ class _Api:
     async def _input_tokens(self, request: Request) -> Response:
         """Count a conversation's tokens, under llama.cpp's name."""
         done = await self._backend.call("tokenize", **read_conversation(await read_body(request)))
-        return json_response({"object": "chat.completion.input_tokens",
-                      "input_tokens": len(done["tokens"])})  # fmt: skip
+        return json_response(
+            {"object": "chat.completion.input_tokens", "input_tokens": len(done["tokens"])}
+        )
 
     def _page(self, file: Path) -> Callable[[Request], Awaitable[Response]]:
         async def send_page(request: Request) -> Response:

@@ -86,8 +86,10 @@ class ServerBackend:
         """Raise ApiError if too many requests wait already."""
         limit = self.info()["rows"] + self.settings.max_waiting
         if count > limit:  # for ever
-            raise invalid(f"{count} choices are more than the server takes at once: expected at"
-                          f" most {limit}", "n")  # fmt: skip
+            raise invalid(
+                f"{count} choices are more than the server takes at once: expected at most {limit}",
+                "n",
+            )
         if len(self.client.waiting) + len(self.client.running) + count > limit:
             raise ApiError(429, f"{len(self.client.waiting)} requests are waiting: retry later",
                            type="rate_limit_error", code="queue_full")  # fmt: skip

@@ -68,9 +68,10 @@ class BoundedProtocol(H11Protocol):
         headers, body = error_parts(error)
         headers = [*headers, (b"connection", b"close")]
         for event in (
-            h11.Response(status_code=error.status, headers=headers), h11.Data(data=body),
+            h11.Response(status_code=error.status, headers=headers),
+            h11.Data(data=body),
             h11.EndOfMessage(),
-        ):  # fmt: skip
+        ):
             self.transport.write(self.conn.send(event))
         self.transport.close()
 
@@ -182,9 +183,7 @@ def run(
         asyncio.run(_serve(app, client, listening, address.text(listening), grace, log))
 
 
-def make_server(
-    app: Any, protocol: type[BoundedProtocol] = BoundedProtocol
-) -> uvicorn.Server:  # fmt: skip
+def make_server(app: Any, protocol: type[BoundedProtocol] = BoundedProtocol) -> uvicorn.Server:
     """Return uvicorn's server of an application, not started."""
     return _Server(
         uvicorn.Config(

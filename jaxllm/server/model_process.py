@@ -121,9 +121,11 @@ class ModelProcess:
             PrefixCache(settings.prefix_bytes, chunk) if lm.config.segment_length is None else None
         )
         self._options: dict[str, Any] = {
-            "rows": self.rows, "capacity": self.capacity, "prefix_cache": self._prefix_cache,
+            "rows": self.rows,
+            "capacity": self.capacity,
+            "prefix_cache": self._prefix_cache,
             "shared_prefixes": _encode_prefixes(lm, settings.public_prefixes),
-        }  # fmt: skip
+        }
         self._speculation: dict[str, Any] = {}
         if settings.load_draft is not None:
             self._speculation = {
@@ -132,10 +134,12 @@ class ModelProcess:
             }
             list(lm.serve([], **self._options, **self._speculation))  # checks them
         self._server = BackgroundServer(
-            lm, **self._options, **self._speculation,
+            lm,
+            **self._options,
+            **self._speculation,
             max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
-        )  # fmt: skip
+        )
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._computing = ThreadPoolExecutor(1, "jaxllm-compute")
         self._max_computing, self._num_computing = settings.max_waiting, 0
@@ -233,8 +237,10 @@ class ModelProcess:
         """Queue the first piece of a computation, or refuse it if too many are waiting."""
         number = frame["id"]
         if self._num_computing > self._max_computing:
-            error = OverloadError(f"{self._num_computing} requests are waiting to be computed,"
-                                  " which is the limit. Retry later")  # fmt: skip
+            error = OverloadError(
+                f"{self._num_computing} requests are waiting to be computed,"
+                " which is the limit. Retry later"
+            )
             self._send({"id": number, "error": describe_failure(error)})
             return
         self._num_computing += 1
@@ -353,9 +359,11 @@ class ModelProcess:
         if frame.get("logprobs"):
             options["top_logprobs"] = frame["logprobs"]
         return {
-            **options, "prompt": prompt, "adapter": frame.get("adapter"),
+            **options,
+            "prompt": prompt,
+            "adapter": frame.get("adapter"),
             "namespace": frame.get("namespace", ""),
-        }  # fmt: skip
+        }
 
     @property
     def context(self) -> int:
@@ -470,9 +478,11 @@ class ModelProcess:
         for piece in _split_pieces(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
             yield
             vectors_ND = self.lm.embed(
-                [texts[i] for i in piece], adapter=frame.get("adapter"), show_progress=False,
+                [texts[i] for i in piece],
+                adapter=frame.get("adapter"),
+                show_progress=False,
                 normalize=True,
-            )  # fmt: skip
+            )
             for i, vector_D in zip(piece, vectors_ND, strict=True):
                 vectors[i] = vector_D.astype("<f4").tobytes()
         return {"vectors": vectors, "lengths": [len(text) for text in texts]}

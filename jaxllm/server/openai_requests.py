@@ -371,8 +371,9 @@ def _read_tools(body: Body) -> dict[str, Any] | None:
 def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
     chosen = [tool for tool in tools if tool["function"]["name"] in names]
     if not chosen or len(chosen) < len(set(names)):
-        raise invalid(f"tool_choice names a tool that is not among tools: {names!r:.80}",
-                      "tool_choice")  # fmt: skip
+        raise invalid(
+            f"tool_choice names a tool that is not among tools: {names!r:.80}", "tool_choice"
+        )
     return chosen
 
 

@@ -181,8 +181,9 @@ class Choice:
         content = None if self._calls and not self._text else self._text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self._calls:
-            message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"}
-                                     for c in self._calls]  # fmt: skip
+            message["tool_calls"] = [
+                {k: v for k, v in c.items() if k != "index"} for c in self._calls
+            ]
         return {"index": self.index, "message": message, "logprobs": logprobs,
                 "finish_reason": self._finish, **ids}  # fmt: skip
 
@@ -208,8 +209,10 @@ class Choice:
         first, self._first_shown = self._first_shown, len(self._shown)
         new = self._shown[first:]
         if self._chat:
-            return {"content": [_chat_token(*item, self._logprobs) for item in new],
-                    "refusal": None}  # fmt: skip
+            return {
+                "content": [_chat_token(*item, self._logprobs) for item in new],
+                "refusal": None,
+            }
         texts = [_text(token) for token, _, _ in new]
         return {
             "tokens": texts,

@@ -11,12 +11,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.inside.steering import (
-    Directions,
-    combine_directions,
-    read_directions,
-    steering_edits,
-)
+from jaxllm.inside.steering import Directions, combine_directions, read_directions, steering_edits
 
 Vectors = Mapping[str, Directions]
 

@@ -57,8 +57,9 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except ApiError as error:
-            await send({"type": "http.response.body", "body": format_event(error.body),
-                        "more_body": True})  # fmt: skip
+            await send(
+                {"type": "http.response.body", "body": format_event(error.body), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 

@@ -137,8 +137,10 @@ def tool_grammar(
             head, tail = f'{{"name": {json.dumps(name)}, "{form.key}": ', "}"
         bodies.append(f"{spell(head)} %json {json.dumps(arguments)} {spell(tail)}")
     more = f"({spell(form.between)} call)*" if asked["parallel"] else ""
-    rules = [f"calls: {spell(form.begin)} call {more} {spell(form.end)}",
-             "call: " + "\n    | ".join(bodies)]  # fmt: skip
+    rules = [
+        f"calls: {spell(form.begin)} call {more} {spell(form.end)}",
+        "call: " + "\n    | ".join(bodies),
+    ]
     mark, repeat = spell(form.mark), "*" if asked["parallel"] else "?"
     if answer is not None:
         start = f"{mark} calls | answer"

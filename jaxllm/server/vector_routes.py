@@ -56,8 +56,10 @@ class VectorRoutes:
         prompt = {"prompt_name": fields.prompt_name, "instruction": fields.instruction}
         done = await self._call(request, "embed", fields, texts=texts, prompt=prompt)
         form = fields.encoding_format
-        data = [{"object": "embedding", "index": i, "embedding": _vector(vector, form)}
-                for i, vector in enumerate(done["vectors"])]  # fmt: skip
+        data = [
+            {"object": "embedding", "index": i, "embedding": _vector(vector, form)}
+            for i, vector in enumerate(done["vectors"])
+        ]
         total = sum(done["lengths"])
         self._backend.metrics.count_vectors(total)
         return json_response(

@@ -14,11 +14,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.files import atomic_file, path_exists, path_inside, read_json, write_json
 from jaxllm.runtime.schema import as_schema
 from jaxllm.text.byte_level import read_byte_level
-from jaxllm.text.sentencepiece_model import (
-    derive_merges,
-    make_added_token,
-    read_sentencepiece,
-)
+from jaxllm.text.sentencepiece_model import derive_merges, make_added_token, read_sentencepiece
 from jaxllm.text.tokenizer_limits import check_tree
 
 TOKENIZER_FILES = (

@@ -22,12 +22,7 @@ from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
 from jaxllm.weights.model import Model
-from jaxllm.weights.paths import (
-    Params,
-    first_match,
-    flatten,
-    map_leaves,
-)
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 
 GROUPINGS = ("layer", "kind", "module")

@@ -18,11 +18,7 @@ from jaxllm.generation.batching.active import (
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.loops.draft import cut_rows
-from jaxllm.generation.loops.microbatch import (
-    TokenRun,
-    compile_microbatch,
-    pack_microbatch,
-)
+from jaxllm.generation.loops.microbatch import TokenRun, compile_microbatch, pack_microbatch
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.ops.target import is_accelerator

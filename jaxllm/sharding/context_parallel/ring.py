@@ -282,10 +282,7 @@ def _min_max(x_BT: jax.Array | None, real_BT: jax.Array) -> tuple[jax.Array, jax
 def _halves(x: T) -> list[T]:
     """Split columns in two halves: in zigzag order, the early and the late chunk."""
     cut = jax.tree.leaves(x)[0].shape[1] // 2
-    ends: list[T] = [
-        jax.tree.map(lambda x: x[:, :cut], x),
-        jax.tree.map(lambda x: x[:, cut:], x),
-    ]
+    ends: list[T] = [jax.tree.map(lambda x: x[:, :cut], x), jax.tree.map(lambda x: x[:, cut:], x)]
     return ends if cut else ends[1:]
 
 

@@ -153,8 +153,10 @@ def make_schedule_arrays(schedule: Schedule) -> tuple[ScheduleArrays, int, int]:
             until = done[stage, job._replace(forward=False)]
             stays[job.forward][stage].append((comes, until, job))
     buffers = {kind: [_assign_buffers(each) for each in rows] for kind, rows in stays.items()}
-    count = {kind: max(max(each.values(), default=-1) for each in rows) + 1
-             for kind, rows in buffers.items()}  # fmt: skip
+    count = {
+        kind: max(max(each.values(), default=-1) for each in rows) + 1
+        for kind, rows in buffers.items()
+    }
     arrays = {name: np.zeros(shape, np.int32) for name in ScheduleArrays._fields}
     for kind, letter in ((True, "x"), (False, "g")):
         arrays[f"{letter}_in"][:] = arrays[f"{letter}_at"][:] = count[kind]

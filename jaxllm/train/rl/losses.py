@@ -39,11 +39,7 @@ class LossForm(NamedTuple):
 
 # dr-grpo: Liu et al. 2025, arXiv 2503.20783. dapo: Yu et al. 2025, arXiv 2503.14476, eq. 8, without
 # its dynamic sampling and its rewards for length.
-FORMS = {
-    "grpo": LossForm(True, 0.2),
-    "dr-grpo": LossForm(False, 0.2),
-    "dapo": LossForm(True, 0.28),
-}
+FORMS = {"grpo": LossForm(True, 0.2), "dr-grpo": LossForm(False, 0.2), "dapo": LossForm(True, 0.28)}
 
 
 class AnswerRows(Rows):

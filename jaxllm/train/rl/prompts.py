@@ -126,8 +126,10 @@ class Prompts:
 
     @cached_property
     def digest(self) -> str:
-        texts = [(list(p.ids), p.line, [(a.token_N.tolist(), a.reward) for a in p.answers])
-                 for p in self.prompts]  # fmt: skip
+        texts = [
+            (list(p.ids), p.line, [(a.token_N.tolist(), a.reward) for a in p.answers])
+            for p in self.prompts
+        ]
         return hashlib.sha256(repr((self.batch_size, self.seed, texts)).encode()).hexdigest()[:16]
 
     @property
