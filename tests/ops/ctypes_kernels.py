@@ -257,10 +257,11 @@ def attend(
     ))  # fmt: skip
     out = placed(np.full(q.shape, 7, q.dtype))
     some = kernels(isa)
+    spans_B = [layout([p.position[_row(p, len(p.position), b)] for p in parts]) for b in range(B)]
     for b, k, strip in np.ndindex(B, K, -(-T // STRIP)):
         first, tokens = strip * STRIP, min(STRIP, T - strip * STRIP)
         size = some.state_bytes(byref(queries), tokens)
-        spans = layout([p.position[_row(p, len(p.position), b)] for p in parts])
+        spans = spans_B[b]
         states = [placed(np.full(size // 4, 7, np.float32)) for _ in spans]
         for blocks, state in reversed([*zip(spans, states, strict=True)]):  # in any order
             end = ctypes.addressof(blocks) + ctypes.sizeof(blocks)
@@ -278,24 +279,17 @@ def _row(part: Cached, rows: int, b: int) -> int:
 
 def layout(positions: Sequence[np.ndarray]) -> list[Any]:
     """Return the blocks of each span of a row, from the positions of its parts; at least one."""
-    keys = sorted(
-        (int(at), p, slot)
-        for p, of in enumerate(positions)
-        for slot, at in enumerate(of)
-        if at >= 0
-    )
-    spans: dict[int, list[tuple[int, dict[int, tuple[int, int]]]]] = {}
-    for at, p, slot in keys:
-        blocks, base, lane = spans.setdefault(at // SPAN, []), at // BLOCK * BLOCK, at % BLOCK
-        if not blocks or blocks[-1][0] != base or lane in blocks[-1][1]:
-            blocks.append((base, {}))
-        blocks[-1][1][lane] = (p, slot)
-    arrays = []
-    for _, blocks in sorted(spans.items()) or [(0, [])]:
-        numbers = [[x for j in range(BLOCK) for x in lanes.get(j, (-1, 0))] for _, lanes in blocks]
-        bases = [base for base, _ in blocks]
-        pairs = zip(bases, numbers, strict=True)
-        arrays.append(
-            (Block * len(blocks))(*(Block(b, (c_int32 * (2 * BLOCK))(*n)) for b, n in pairs))
-        )
-    return arrays
+    part = np.repeat(np.arange(len(positions)), [len(of) for of in positions])
+    slot = np.concatenate([np.arange(len(of)) for of in positions])
+    at = np.concatenate(positions)
+    order = np.lexsort((slot, part, at))
+    at, part, slot = (x[order[at[order] >= 0]] for x in (at, part, slot))
+    # A block begins at a multiple of its size, and where it already has the position.
+    base = at // BLOCK * BLOCK
+    number = np.cumsum((np.diff(at, prepend=-1) == 0) | (np.diff(base, prepend=-1) != 0)) - 1
+    blocks = np.zeros(number.max(initial=-1) + 1, [("base", "i8"), ("lanes", "i4", (BLOCK, 2))])
+    blocks["lanes"] = (-1, 0)
+    blocks["base"][number] = base
+    blocks["lanes"][number, at % BLOCK] = np.stack([part, slot], axis=1)
+    spans = np.split(blocks, np.flatnonzero(np.diff(blocks["base"] // SPAN)) + 1)
+    return [(Block * len(span)).from_buffer_copy(span) for span in spans]

@@ -268,16 +268,13 @@ def inputs(rng: Rng, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.n
 
 def rounded(x: np.ndarray, group: int | None) -> np.ndarray:
     """Round for weights with groups of so many columns, as `round_to_int8` does, in float32."""
-    x, size = x.astype(np.float32), group or 128
-    out = np.zeros_like(x)
-    for begin in range(0, x.shape[1], size):
-        block = x[:, begin : begin + size]
-        step = np.abs(block).max(axis=1, keepdims=True) * (np.float32(1) / np.float32(127))
-        step[step < 2.0**-102] = 0
-        inverse = np.float32(1) / np.where(step == 0, np.float32(1), step)
-        some = np.round(block * inverse) * step
-        out[:, begin : begin + size] = some
-    return out
+    (rows, columns), size = x.shape, group or 128
+    wide = np.pad(x.astype(np.float32), ((0, 0), (0, -columns % size)))
+    block = wide.reshape(rows, wide.shape[1] // size, size)
+    step = np.abs(block).max(axis=2, keepdims=True) * (np.float32(1) / np.float32(127))
+    step[step < 2.0**-102] = 0
+    inverse = np.float32(1) / np.where(step == 0, np.float32(1), step)
+    return (np.round(block * inverse) * step).reshape(wide.shape)[:, :columns]
 
 
 def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:

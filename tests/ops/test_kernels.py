@@ -1,5 +1,7 @@
 """The C++ kernels without XLA, on every available instruction set, against float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -151,20 +153,16 @@ def test_rounded_input_product_is_exact_to_float32(isa: str, name: str) -> None:
     """With inputs rounded to int8, outputs are within float32 rounding, and row 0 has the same bits
     in every batch size.
     """
-    rng = np.random.default_rng(5)
+    rng, dtypes = np.random.default_rng(5), itertools.cycle(TYPES)  # the next shape has the other
     for shape in SHAPES:
         matrix = FORMATS[name](rng, *shape)
-        for dtype, kind in ((d, k) for d in TYPES for k in INPUTS):
+        for kind, dtype in zip(INPUTS, dtypes, strict=False):
             x = inputs(rng, kind, (max(ROWS), shape[1]), dtype)
             single_row = product(isa, matrix, x[:1], rounded=True)
             for rows in (1, 3, 40):
                 y = product(isa, matrix, x[:rows], rounded=True)
-                assert errors(y, rounded(x[:rows], matrix.group), matrix).max() <= 1, (
-                    shape,
-                    dtype,
-                    kind,
-                    rows,
-                )
+                off = errors(y, rounded(x[:rows], matrix.group), matrix)
+                assert off.max() <= 1, (shape, dtype, kind, rows)
                 assert y[:1].tobytes() == single_row.tobytes(), (shape, dtype, kind, rows)
 
 
@@ -180,11 +178,8 @@ def test_product_handles_empty_and_very_wide_shapes(isa: str, name: str) -> None
             assert errors(y, x, matrix).max(initial=0) <= 1, (outputs, columns, rows, dtype)
             if matrix.is_integer:
                 y = product(isa, matrix, x, rounded=True)
-                assert errors(y, rounded(x, matrix.group), matrix).max(initial=0) <= 1, (
-                    outputs,
-                    columns,
-                    rows,
-                )
+                off = errors(y, rounded(x, matrix.group), matrix)
+                assert off.max(initial=0) <= 1, (outputs, columns, rows)
         if matrix.is_integer:
             codes = placed(rng.integers(-127, 128, (rows, columns)).astype(np.int8))
             y = product(isa, matrix, codes)
