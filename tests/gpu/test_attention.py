@@ -1,6 +1,5 @@
 """Attention as an accelerator computes it, run on a CPU: in float32 it equals the CPU's."""
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -52,8 +51,8 @@ def test_any_positions_equal_brute_force(
         monkeypatch.setattr(attention, "MAX_SCORES", 1)
         monkeypatch.setattr(attention, "BLOCK", 16)
     rng, bound = np.random.default_rng(3), 2e-2 if dtype == "bfloat16" else 1e-5
-    for T, window, cap in itertools.product((1, 5), (None, 9), (None, 3.0)):
-        B, S = 3, 40
+    B, S = 3, 40
+    for T, window, cap in ((1, None, None), (1, 9, 3.0), (5, None, 3.0), (5, 9, None)):  # pairs
         at = S + np.arange(T) + np.zeros((B, 1), int)
         at[0, T // 2 :] = -1
         shared = draw(rng, np.arange(11)[None], 1, dtype)
