@@ -22,6 +22,7 @@ from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_weight import IntWeight, parse
 
 FAMILIES = ("llama", "gpt2")
+ONE = pytest.mark.parametrize("lm", ["gpt2"], indirect=True)  # what no family changes
 SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # equal shapes, to compile little
 
 
@@ -98,6 +99,7 @@ def test_later_layers_see_modified_earlier_layers(lm: jaxllm.LM, rows: Any) -> N
     np.testing.assert_array_equal(inputs[0], inputs[1])  # a layer of zeros adds nothing
 
 
+@ONE
 def test_nan_is_reported_by_layer(lm: jaxllm.LM, rows: Any) -> None:
     family = models.get_family(lm.config.model_type)
     path = f"{family.layers}.1"
@@ -158,13 +160,14 @@ def test_awq_beats_rounding_and_protects_large_channels(
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("lm", "line"),
     [
-        "quantize: gptq int3-g64",
-        "quantize: gptq int3-g64 act_order=false",
-        "quantize: gptq int3-g64 static_groups=false",
-        "quantize: awq int3-g64",
+        ("llama", "quantize: gptq int3-g64"),
+        ("gpt2", "quantize: gptq int3-g64 act_order=false"),
+        ("llama", "quantize: gptq int3-g64 static_groups=false"),
+        ("gpt2", "quantize: awq int3-g64"),
     ],
+    indirect=["lm"],
 )
 def test_calibrated_quantization_beats_rounding(line: str, lm: jaxllm.LM, rows: Any) -> None:
     """GPTQ and AWQ have a smaller KL divergence than rounding to nearest."""
@@ -176,6 +179,7 @@ def test_calibrated_quantization_beats_rounding(line: str, lm: jaxllm.LM, rows: 
     assert found == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
 
 
+@ONE
 def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any) -> None:
     """2:4 zeros survive GPTQ, storing as int8-2:4 keeps the codes, and SparseGPT beats Wanda and
     magnitude.
@@ -200,6 +204,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
     )
 
 
+@ONE
 def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any) -> None:
     """Static activations with min-max or percentile ranges add a small KL divergence and need int8
     weights.
@@ -214,6 +219,7 @@ def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any)
         run_step(lm, "activations: static", rows)
 
 
+@ONE
 def test_model_scope_prunes_by_one_threshold(lm: jaxllm.LM, rows: Any) -> None:
     """With scope=model one threshold prunes the requested share overall, and the layers' shares
     differ.
