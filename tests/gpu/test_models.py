@@ -54,7 +54,7 @@ def test_text_by_lengths_equals_cpu(monkeypatch: pytest.MonkeyPatch, equal: bool
         calls.append(query.shape[1])
         return cudnn.dot_product_attention(query, *args, **options)
 
-    model, params = random_model("llama", head_dim=8)
+    model, params = random_model("llama", head_dim=8, num_hidden_layers=1)
     expected = run(model, params, equal)
     monkeypatch.setattr(flash, "DTYPES", ("float32",))
     monkeypatch.setattr(flash, "find_problem", lambda: None)
@@ -70,7 +70,7 @@ def test_text_by_lengths_equals_cpu(monkeypatch: pytest.MonkeyPatch, equal: bool
 @pytest.mark.parametrize("rows", [1, 3])
 def test_served_text_by_lengths_equals_cpu(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Rows of a serving loop, which are filled again and again, write each token to its slot."""
-    model, params = random_model("llama", head_dim=8)
+    model, params = random_model("llama", head_dim=8, num_hidden_layers=1)
     prompts = [tokens(1, n, seed=n)[0] for n in (3, 17, 9, 30, 4)]
 
     def serve() -> dict[Any, list[int]]:

@@ -20,10 +20,9 @@ CLOSE = 2e-5
     [
         ("gpt2", "data=2,tensor=4"),
         ("qwen3_moe", "expert=7"),
-        ("llama", "stage=2,tensor=2"),
+        ("llama", "stage=2,tensor=2:tokens"),
         ("gemma2", "sequence=4"),
-        ("llama", "tensor=2:tokens"),
-        ("llama", "sequence=2:heads"),
+        pytest.param("llama", "sequence=2:heads", marks=pytest.mark.more),
     ],
 )
 def test_sites_equal_single_device(family: str, mesh: str) -> None:

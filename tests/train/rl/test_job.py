@@ -100,7 +100,8 @@ def test_first_ratios_are_exactly_one(family: str, dtype: str, tmp_path: Path) -
     """In the compiled step, with its gradient, every token of a step on new answers has the
     log-probability that sampling used; in the second step on them, not.
     """
-    save_random(tmp_path, family, spread=0.1)
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    save_random(tmp_path, family, spread=0.1, **{layers: 2})
     lm = jaxllm.load(tmp_path, dtype="float32")
     ids = np.random.default_rng(0).integers(3, 131, (3, 9))
     prompts = Prompts([Prompt("", x[: 4 + 2 * n].tolist(), {}) for n, x in enumerate(ids)], 2)
