@@ -97,16 +97,13 @@ def test_chunked_gradients_of_adapted_head(format: str | None) -> None:
     compare_gradients(model, attach_new_lora(model.config, params, lora, KEY), ADAPTERS, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "loss"), [("gpt2", NextToken()), ("mixtral", BalancedLoss(0.1))]
-)
 def test_chunked_training_step_equals_whole_logits(
-    family: str, loss: Any, monkeypatch: pytest.MonkeyPatch, afresh: None
+    monkeypatch: pytest.MonkeyPatch, afresh: None
 ) -> None:
-    """With accumulated batches and remat, chunks change a step only by rounding."""
-    model, params = random_model(family, num_hidden_layers=1, n_layer=1)
+    """With accumulated batches, remat and a balanced mixture, chunks change a step by rounding."""
+    model, params = random_model("mixtral", num_hidden_layers=1)
     model = model.clone(remat=True)
-    setup = Setup(model, loss, Optimizer(steps=2, lr=1e-3, eps=1e-3, warmup=0.0))
+    setup = Setup(model, BalancedLoss(0.1), Optimizer(steps=2, lr=1e-3, eps=1e-3, warmup=0.0))
     results = []
     for size in (objective.CHUNK_BYTES, 4 * 4 * VOCAB):
         monkeypatch.setattr(objective, "CHUNK_BYTES", size)
