@@ -98,10 +98,8 @@ def test_command_applies_reports_and_records_recipe(run: Run, text: Path, tmp_pa
         (("--step", "quantize: rtn int8", "--text", "a", "--samples", "2"), "give one of --text"),
         (("--step", "quantize: rtn int8", "--text", "@missing"), "missing"),
         (("--step", "scale: halve"), "needs calibration data: give --text @FILE, --documents FILE"),
-        (
-            ("--step", "scale: halve", "--text", "@story.txt", "--length", "900"),
-            "899",
-        ),  # and the begin-of-text token
+        # 899 and the begin-of-text token.
+        (("--step", "scale: halve", "--text", "@story.txt", "--length", "900"), "899"),
         (("--step", "scale: halve", "--text", "@short.txt"), "1 tokens"),
     ],
 )

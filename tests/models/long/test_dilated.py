@@ -138,17 +138,8 @@ def packed_rows(length: int) -> Rows:
     at, document = np.arange(length), np.zeros(length, int)
     at[first:] -= first
     document[first:] = 1
-    return Rows(
-        *(
-            jnp.asarray(x, jnp.int32)
-            for x in (
-                ids[:, :-1],
-                ids[:, 1:],
-                np.stack([at, np.arange(length)]),
-                np.stack([document, np.zeros(length, int)]),
-            )
-        )
-    )
+    both = np.stack([at, np.arange(length)]), np.stack([document, np.zeros(length, int)])
+    return Rows(*(jnp.asarray(x, jnp.int32) for x in (ids[:, :-1], ids[:, 1:], *both)))
 
 
 def test_packed_row_gradients_equal_separate_documents(monkeypatch: pytest.MonkeyPatch) -> None:
