@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 import jaxllm
 from jaxllm.cache.prefix_cache import PrefixCache
@@ -56,7 +55,6 @@ def _pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TEXT = tokens(1, 40, seed=7)[0]
-DRAFTS = ("itself", "another", "lookup")
 REGEX, SCHEMA = r"([a-c]{1,3}-)*x", {"type": "array", "items": {"enum": [1, "b", None]}}
 
 
@@ -161,29 +159,23 @@ def test_resting_draft_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafts < 12
 
 
-@settings(max_examples=4)
-@given(
-    order=st.permutations(range(20)),
-    draft=st.sampled_from(DRAFTS),
-    rows=st.sampled_from([2, 5]),
-    burst=st.sampled_from([1, 16]),
-    cached=st.booleans(),
-    watched=st.booleans(),
-    cancelled=st.integers(0, 11),
-)
 @pytest.mark.more
+@pytest.mark.parametrize(
+    ("draft", "rows", "burst", "cached"), [("lookup", 2, 1, True), ("another", 4, 16, False)]
+)
 def test_results_are_independent_of_draft_and_company(
-    order: list[int], draft: str, rows: int, burst: int, cached: bool, watched: bool, cancelled: int
+    draft: str, rows: int, burst: int, cached: bool
 ) -> None:
     """In any order, batch and burst, with and without a prefix cache and `until`, while requests
     join late and one is cancelled, the others' results are those without a draft.
     """
     seen: list[int] = []
-    stopped = order[cancelled]
+    order = np.random.default_rng(rows).permutation(20).tolist()
+    stopped = next(i for i in order[:12] if len(expected()[i]) > 5)
 
     def arrive() -> Iterator[Request | None]:
         for number, i in enumerate(order[:12]):
-            changes: Any = {"until": lambda _: False} if watched and i % 2 else {}
+            changes: Any = {"until": lambda _: False} if i % 4 == 1 else {}
             if i == stopped:
                 changes = {"until": lambda token: bool(seen.append(token)),
                            "is_cancelled": lambda: len(seen) > 2}  # fmt: skip
@@ -195,7 +187,7 @@ def test_results_are_independent_of_draft_and_company(
     found = results(run(arrive(), draft, rows=rows, burst=burst, prefix_cache=store))
     part = found.pop(stopped)
     whole = expected()[stopped]
-    assert part in (whole, [*whole[: len(part) - 1], (None, None, Finish.CANCELLED, None)])
+    assert part == [*whole[: len(part) - 1], (None, None, Finish.CANCELLED, None)] != whole
     assert found == {i: expected()[i] for i in order[:12] if i != stopped}
 
 
