@@ -55,9 +55,7 @@ def test_logits_and_hidden_states_equal_transformers(variant: str, tmp_path: Pat
 
 
 def test_dynamic_rope_equals_transformers_beyond_trained_length(tmp_path: Path) -> None:
-    """Beyond the original context, a full prompt, a chunked prompt and cached decoding give
-    transformers' logits.
-    """
+    """Beyond the original context, whole, chunked and cached runs give transformers' logits."""
     changes = {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 16}
     save_random(tmp_path, "llama", **changes)
     twin = load_twin(tmp_path)

@@ -319,9 +319,7 @@ def unexpected_outcomes(call: Call, subject: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_refuse_wrong_argument_types(tiny_model: Any, name: str) -> None:
-    """Functions of steps, decoding and evaluation raise a JaxllmError with a message for any wrong
-    argument.
-    """
+    """Steps, decoding and evaluation raise a JaxllmError with a message for a wrong argument."""
     assert unexpected_outcomes(STEPS[name], tiny_model) == []
 
 
@@ -333,9 +331,7 @@ def test_cache_functions_refuse_wrong_argument_types(tiny_model: Any, name: str)
 
 @pytest.mark.parametrize("name", LMS)
 def test_lm_methods_refuse_wrong_argument_types(lm: Any, name: str) -> None:
-    """load, verify, LM methods and train jobs raise a JaxllmError with a message for any wrong
-    argument.
-    """
+    """load, verify, LM methods and jobs raise JaxllmError with a message for a wrong argument."""
     assert unexpected_outcomes(LMS[name], lm) == []
 
 
@@ -473,9 +469,7 @@ def test_select_accepts_any_integer_type(tiny_model: Any) -> None:
 
 
 def test_help_names_families_and_options() -> None:
-    """The docstring of load names all families, signatures list all options, and dir() has only
-    public names.
-    """
+    """load's docstring names all families, signatures all options, dir() only public names."""
     for family in FAMILIES:
         assert family in (jaxllm.load.__doc__ or "")
     for method in (jaxllm.LM.generate, jaxllm.LM.stream):

@@ -27,9 +27,7 @@ ROW = BenchResult("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
 
 
 def test_bench_result_formats_figures() -> None:
-    """Rates of 16, 32 and 8 give the mean, spread and bandwidth share in the dict, CSV, Markdown
-    and JSON.
-    """
+    """Rates of 16, 32 and 8 give mean, spread and bandwidth in dict, CSV, Markdown and JSON."""
     # Rates of 16, 32 and 8: the mean is 56/3, the squared deviations sum to 896/3.
     assert ROW.to_dict() == {
         "test": "tg4 x 2",

@@ -28,9 +28,7 @@ def copies(step: Any, cache: jaxllm.KVCache, *args: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("attention_mass", [False, True])
 def test_donated_step_copies_no_cache_array(dtype: str, attention_mass: bool) -> None:
-    """The compiled step with a donated cache has no copy instruction for an array with one entry
-    per slot.
-    """
+    """With a donated cache, the compiled step copies no array with one entry per slot."""
     model, params = random_model("llama", num_hidden_layers=2)
     cache = jaxllm.init_cache(model, 1, CAPACITY, dtype=dtype)
 

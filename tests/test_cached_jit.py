@@ -50,9 +50,7 @@ X = np.arange(4, dtype=np.float32)
 
 
 def test_cached_program_is_not_retraced(folder: Path) -> None:
-    """A cached program is traced once per static argument, shape and dtype, also for alternating
-    shapes.
-    """
+    """A program is traced once per static argument, shape and dtype, also if they alternate."""
     for _ in range(3):
         np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
     assert traced == ["2.0 (4,)"]

@@ -69,9 +69,7 @@ def test_regenerate_reports_equal_reply(run: Run) -> None:
 
 
 def test_set_changes_generation_options(run: Run) -> None:
-    """Values are validated, null restores the default, and /set without arguments lists the
-    options.
-    """
+    """Values are validated, null restores the default, /set without arguments lists all."""
     sampled = answers(run, "Tom", options=("--temperature", 0.9))
     assert answers(run, "/set temperature 0.9", "Tom") == sampled
     assert answers(run, "/set temperature 0.9", "/set temperature null", "Tom") != sampled
@@ -104,9 +102,7 @@ def test_system_sets_or_removes_message(run: Run) -> None:
 
 
 def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
-    """/save writes the OpenAI message format and replaces an earlier save; /load continues the
-    conversation.
-    """
+    """/save writes OpenAI's messages and replaces an earlier save; /load goes on from it."""
     file = tmp_path / "talk.json"
     answers(run, "One", f"/save {file}")
     options = ("--system", "A story.")
@@ -119,9 +115,7 @@ def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
 
 
 def test_invalid_conversation_files_are_refused(run: Run, tmp_path: Path) -> None:
-    """/save and /load refuse a file that is no conversation; it stays unchanged, and the chat goes
-    on.
-    """
+    """A file that is no conversation is refused and stays unchanged, and the chat goes on."""
     head: dict[str, Any] = {"format": "jaxllm-chat", "version": 1}
     user = {"role": "user", "content": "Tom"}
     for content, message in {
@@ -155,9 +149,7 @@ def test_commands_refuse_wrong_arguments(run: Run) -> None:
 
 
 def test_overlong_line_is_dropped_with_its_length(run: Run) -> None:
-    """A line above the context is dropped with its token count and a remedy; the conversation is
-    unchanged.
-    """
+    """A line beyond the context is dropped with its tokens and a remedy; the chat is unchanged."""
     lm = jaxllm.load(DEMO)
     assert lm.tokenizer is not None
     line = "Once upon a time there was a girl. " * 90
@@ -178,9 +170,7 @@ def test_conversation_continues_after_cache_slides(run: Run) -> None:
 
 
 def test_missing_template_error_names_remedy(run: Run, tmp_path: Path) -> None:
-    """The error suggests --chat-template, which gives the replies of the checkpoint's
-    own template.
-    """
+    """The error suggests --chat-template, which gives the checkpoint's own replies."""
     model, template = tmp_path / "model", tmp_path / "template"
     shutil.copytree(ROOT / "jaxllm" / "demo" / "llama", model)
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -228,9 +218,7 @@ def test_control_c_clears_line_or_exits(typed: Any, capsys: pytest.CaptureFixtur
 
 
 def test_history_is_recalled_from_private_file(typed: Any, tmp_path: Path) -> None:
-    """Lines are recalled across sessions from a file with mode 0600 in a directory
-    with mode 0700.
-    """
+    """Lines are recalled across sessions; the file has mode 0600, its directory 0700."""
     typed("first\r\x1b[200~two\nlines\x1b[201~\r", 2)
     assert typed("\x1b[A\r") == ["two\nlines\n"]
     file = tmp_path / "state" / "history"

@@ -81,9 +81,7 @@ def test_native_config_is_validated_by_field(tmp_path: Path) -> None:
     "ids", [{"bos_token_id": "x"}, {"eos_token_id": [1, 2.5]}, {"pad_token_id": 1 << 40}]
 )
 def test_invalid_token_ids_are_refused(ids: dict[str, Any], tmp_path: Path) -> None:
-    """Invalid special token ids in generation_config.json or config.json are refused in native and
-    HF checkpoints.
-    """
+    """Invalid special ids in generation_config.json or config.json are refused in both formats."""
     directory = save_native(tmp_path)
     for folder in (directory, tmp_path / "hf"):
         (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -105,9 +103,7 @@ def test_native_checkpoint_refuses_external_links(name: str, tmp_path: Path) -> 
 
 
 def test_convert_refuses_linked_tokenizer_file(tmp_path: Path) -> None:
-    """Otherwise, a stranger's checkpoint could copy a local file of yours into the
-    converted one.
-    """
+    """Otherwise, a stranger's checkpoint could copy a local file of yours when converted."""
     directory = save_native(tmp_path)
     (tmp_path / "secret").write_text("secret")
     (directory / "merges.txt").symlink_to(tmp_path / "secret")

@@ -60,9 +60,7 @@ def test_generate_reads_prompt_from_stdin(run: Run, model: str) -> None:
 
 
 def test_json_output_equals_text_output(run: Run) -> None:
-    """--json has the printed text, ids, log-probs and finish reason, and --echo prepends the
-    prompt.
-    """
+    """--json has the text, ids, log-probs and finish reason; --echo prepends the prompt."""
     arguments = ("generate", "-p", "One day", "-n", 12)
     _, text, _ = run(*arguments)
     _, out, _ = run(*arguments, "--json")
@@ -216,9 +214,7 @@ def test_chat_beyond_context_continues(run: Run) -> None:
 
 
 def test_invalid_arguments_are_refused_before_loading(run: Run, tmp_path: Path) -> None:
-    """The model is an empty directory, so that any message about another argument comes before
-    loading.
-    """
+    """The model is an empty directory, so a message on another argument comes before loading."""
     none = tmp_path / "none"
     none.mkdir()
     prompts, story = tmp_path / "prompts.jsonl", tmp_path / "story.txt"
@@ -268,9 +264,7 @@ def test_version_and_help_without_arguments(run: Run) -> None:
 def test_info_counts_parameters_from_shapes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """info gives parameter count, bytes and cache bytes per token of the closed form. It builds no
-    tokenizer.
-    """
+    """Parameters, bytes and cache bytes per token are the closed form's; no tokenizer is built."""
     save_random(tmp_path, "llama")
     monkeypatch.setattr(Tokenizer, "from_tree", None)
     assert json.loads(run("info", "demo:llama", "--json")[1])["tokenizer"]
@@ -355,9 +349,7 @@ def test_quantize_refuses_before_writing(run: Run, tmp_path: Path) -> None:
 
 
 def test_format_from_file_option_and_table_agree(run: Run, tmp_path: Path) -> None:
-    """A quantized file, --quantize and a --precision table give equal log-probs; invalid ones are
-    refused.
-    """
+    """A quantized file, --quantize and a table give equal log-probs; invalid ones are refused."""
     small, table = tmp_path / "small", tmp_path / "formats.json"
     story = ("generate", "-p", "Once upon a time", "-n", 12, "--json")
     options = ("--bits", 4, "--group", 32, "--zero-point", "--half-scales")
@@ -441,9 +433,7 @@ def test_help_imports_no_heavy_modules() -> None:
 
 @pytest.mark.full
 def test_compile_cache_is_reused_by_next_process(tmp_path: Path) -> None:
-    """A second process compiles nothing new, the folder has mode 0700, and the text is equal
-    without a cache.
-    """
+    """A second process compiles nothing, the folder is 0700, and the text equals the uncached."""
     code = "from jaxllm.__main__ import main; main()"
     command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]
     programs, stories = [], []

@@ -233,9 +233,7 @@ def test_paths_are_checked_before_importing_jax(tmp_path: Path) -> None:
 def test_text_option_accepts_text_file_or_stdin(
     run: Run, shallow: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The three spellings of --text give the same score; a file name without @ is refused with the
-    remedy.
-    """
+    """The three spellings of --text score the same; a file without @ is refused with a remedy."""
     text = "Once upon a time there was a girl."
     file = tmp_path / "story.txt"
     file.write_text(text)

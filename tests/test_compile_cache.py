@@ -53,9 +53,7 @@ def test_cache_folder_is_private(home: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o500])
 def test_writable_cache_folder_is_not_used(folder: Path, mode: int) -> None:
-    """A folder that other users may write, or this user may not, is not used until its mode is
-    fixed.
-    """
+    """A folder that others may write, or this user may not, is used once its mode is fixed."""
     folder.chmod(mode)
     if mode != 0o500 or os.getuid() != 0:  # the superuser may write anywhere
         assert cache_folder() is None
@@ -99,9 +97,7 @@ def test_cpu_features_select_cache_folder(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_named_cache_folder_is_used_or_refused(home: Path, tmp_path: Path) -> None:
-    """A folder named by the caller is used whatever the environment variable is; an unusable one
-    raises.
-    """
+    """A folder named by the caller wins over the variable; an unusable one raises."""
     named = tmp_path / "named"
     for keep in (str(named), named):
         assert compile_cache.enable_compile_cache(keep) == compile_cache._folder

@@ -91,9 +91,7 @@ def test_special_token_ids_agree(directory: Path, theirs: Loaded) -> None:
 def test_greedy_story_ends_and_uses_known_words(
     opening: str, continue_story: Callable[[str], str], vocabulary: set[str]
 ) -> None:
-    """A greedy story of transformers ends with eos, closes its quotes and has 60 to 220 known
-    words.
-    """
+    """A greedy story of transformers ends with eos, closes quotes, has 60 to 220 known words."""
     story = continue_story(opening)
     assert story.startswith("<|bos|>")
     assert story.endswith("<|eos|>")

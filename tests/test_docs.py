@@ -132,9 +132,7 @@ def test_export_page_runs_and_equals_generate(
 
 
 def test_chat_page_lists_all_commands() -> None:
-    """The page lists every chat command with its help text, and its recording uses only existing
-    commands.
-    """
+    """The page lists every chat command with its help; its recording uses existing ones only."""
     text = (ROOT / CHAT).read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(/[^`]+)` \| (.+) \|$", text, re.M)
     assert rows == [
@@ -148,9 +146,7 @@ def test_chat_page_lists_all_commands() -> None:
 def test_troubleshooting_page_runs(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command of slow_or_out_of_memory.md succeeds, or fails with the error line that the
-    page quotes.
-    """
+    """Commands of slow_or_out_of_memory.md succeed, or fail with the line that the page quotes."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for snippet in snippets(SLOW):

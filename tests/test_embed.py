@@ -70,9 +70,7 @@ def test_embeddings_equal_transformers_pooled_with_torch(
 
 
 def test_lm_embeds_token_id_lists(twin: Twin) -> None:
-    """LM.embed equals transformers for lists of token ids; a bare text or list of ids
-    is refused.
-    """
+    """LM.embed equals transformers for lists of ids; a bare text or list of ids is refused."""
     lm = jaxllm.load(twin.directory)
     found = lm.embed(TEXTS, layer=1, pooling="last", normalize=True)
     assert_close(found, theirs(twin, 1, "last", True))
@@ -109,9 +107,7 @@ def test_embedding_has_bits_of_its_text() -> None:
 
 
 def test_embeddings_refuse_invalid_arguments() -> None:
-    """Invalid options, texts, token ids and lengths are refused, and NaN raises with the text's
-    index.
-    """
+    """Invalid options, texts, ids and lengths are refused; NaN raises with the text's index."""
     model, params = random_model("llama", num_hidden_layers=3)
 
     def run(texts: Any = ((1, 2),), **options: Any) -> None:
@@ -153,9 +149,7 @@ def run(run: Run) -> Run:
 
 
 def test_embed_writes_one_row_per_line(run: Run, tmp_path: Path) -> None:
-    """Lines, also empty ones and with U+2028, give normalized means, equal as JSON, text, npy and
-    safetensors.
-    """
+    """Lines, also empty ones and U+2028, give normalized means: JSON, text, npy, safetensors."""
     lines = ["One day", "", "Once upon a time\u2028there was", "One day"]
     file = tmp_path / "texts"
     file.write_bytes("\n".join(lines).encode() + b"\n")

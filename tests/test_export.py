@@ -111,9 +111,7 @@ def test_compare_logits_detects_different_weights(tmp_path: Path) -> None:
 
 
 def test_manifest_matches_program(exported: Any) -> None:
-    """The StableHLO arguments are those of the manifest, in order and type, and no weight is a
-    constant.
-    """
+    """StableHLO's arguments are the manifest's, in order and type; no weight is a constant."""
     directory, _, params = exported
     manifest = json.loads((directory / "manifest.json").read_text())
     names = {"float32": "f32", "int32": "i32", "bool": "i1"}
@@ -237,9 +235,7 @@ def test_export_refuses_invalid_options(
 
 
 def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
-    """The command exports, compares with --check, applies --precision, and refuses invalid options
-    in one line.
-    """
+    """The command exports, compares with --check, applies --precision, refuses in one line."""
     run = partial(run, "export")
     save_random(tmp_path / "model", "gpt2", n_layer=1)
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)

@@ -71,9 +71,7 @@ def test_runner_any_length_equals_forward(
 def test_runner_ragged_rows_equal_single_rows(
     models: Any, family: str, variant: str, padding: str
 ) -> None:
-    """Each row of a ragged batch gives the logits of forward on that row, in the first call and in
-    the next.
-    """
+    """Each row of a ragged batch has forward's logits on that row, in the first call and next."""
     lengths = [6, 1, 9]
     rows = [IDS[r, :length].tolist() for r, length in enumerate(lengths)]
     run = make(models, family, variant, padding=padding)
@@ -155,9 +153,7 @@ def test_runner_continues_from_cache_keys_and_values(models: Any) -> None:
 
 
 def test_runner_past_reports_slot_positions(models: Any) -> None:
-    """The returned past holds the position of each filled slot and keys and values with fixed
-    shapes.
-    """
+    """The past holds the position of each filled slot, and keys and values of fixed shapes."""
     out = make(models, "llama")(tokens=[[1, 2, 3], [4, 5]])
     assert [sorted(row[row >= 0].tolist()) for row in out.past.position_BS] == [[0, 1, 2], [0, 1]]
     assert all(x.shape == (2, M - N, 2, 6) for x in (*out.past.k, *out.past.v))

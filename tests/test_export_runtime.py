@@ -145,9 +145,7 @@ def test_load_refuses_damaged_or_foreign_files(
 
 
 def test_step_refuses_missing_unknown_and_misshapen_inputs(exported: Any) -> None:
-    """A step reports every missing, unknown or wrongly shaped input in one error; blank inputs
-    write to no slot.
-    """
+    """A step reports all missing, unknown or misshapen inputs at once; blanks write to no slot."""
     steps = runtime.load(exported[0])
     with pytest.raises(ConfigError, match="no step 'generate' was exported"):
         steps["generate"]

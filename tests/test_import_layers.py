@@ -51,9 +51,7 @@ def _imported_modules(tree: ast.AST) -> list[list[str]]:
     ids=lambda f: str(f.relative_to(ROOT)),
 )
 def test_modules_import_only_from_lower_layers(file: Path) -> None:
-    """No package imports from its own layer or a higher one; `__init__` and `__main__`
-    are exempt.
-    """
+    """No package imports from its own layer or a higher one, but `__init__` and `__main__`."""
     parts = file.relative_to(ROOT).parts
     parts = parts[1:] if parts[0] == "jaxllm" else parts
     package = Path(parts[0]).stem

@@ -108,9 +108,7 @@ def test_wheel_without_compiler_works_and_is_reported(
 
 
 def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_path: Path) -> None:
-    """The wheel contains the kernels, the package and no C++ sources, and generates the text of
-    transformers.
-    """
+    """The wheel has kernels and package, no C++ sources, and generates transformers' text."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler found")
     built, _ = wheel(sources, tmp_path / "wheels")

@@ -48,9 +48,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @in_both("demo")
 def test_stream_equals_generate(demo: jaxllm.LM) -> None:
-    """The chunks of a stream concatenate to the completion, with equal tokens, log-probs and finish
-    reason.
-    """
+    """A stream's chunks add up to the completion: tokens, log-probs and finish reason too."""
     options: Any = {"max_new_tokens": 20, "temperature": 0.9, "seed": 5}
     whole = demo.generate("Once upon a time", **options)
     pieces = list(demo.stream("Once upon a time", **options))
@@ -72,9 +70,7 @@ def test_batch_equals_single_prompts(demo: jaxllm.LM) -> None:
 
 
 def test_cached_prompt_prefix_is_reused(demo: jaxllm.LM) -> None:
-    """With a cache, generation equals a fresh run for any shared prefix, and only the rest of the
-    prompt runs.
-    """
+    """For any shared prefix, generation equals a fresh run, and only the rest is run."""
     first = demo.generate("Once upon a time", max_new_tokens=12)
     assert first.cache.tokens() == demo.encode("Once upon a time") + first.tokens[:-1]
     for prompt in (f"Once upon a time{first.text} and", "Once upon a day", "Once", "One day"):
@@ -104,9 +100,7 @@ def test_cache_with_gaps_or_multiple_rows_is_refused(demo: jaxllm.LM) -> None:
 
 
 def test_stop_string_is_excluded_from_text(demo: jaxllm.LM) -> None:
-    """A stop string ends the text before itself, also across token boundaries, in generate and
-    stream.
-    """
+    """A stop string ends the text before itself, also across tokens, in generate and stream."""
     prompts = ["Once upon a time", "One day"]
     free = demo.generate(prompts, max_new_tokens=30)
     assert free[0].text is not None

@@ -148,9 +148,7 @@ def test_loglikelihood_rolling_equals_transformers(answers: JaxLM, reference: Re
 
 
 def test_generate_until_equals_transformers(answers: JaxLM, reference: Reference) -> None:
-    """Prompts of unequal length with different stops share one batch; long prompts are truncated on
-    the left.
-    """
+    """Prompts of unequal length and stops share one batch; long ones are cut on the left."""
     contexts = ["Once upon a time", STORY, "One day, Lily", "Tom had a dog."]
     stops = [["."], ["\n\n", " the"], [], [",", "He"]]
     limits = [16, 12, 9, 20]
@@ -167,9 +165,7 @@ def test_generate_until_equals_transformers(answers: JaxLM, reference: Reference
 
 
 def test_generate_until_sampling_is_varied_and_reproducible(answers: JaxLM) -> None:
-    """Equal requests in one call get different samples, and repeating the call gives the same
-    samples.
-    """
+    """Equal requests of one call get different samples; another call gets the same ones."""
     options = {"until": [], "max_gen_toks": 15, "temperature": 1.0}
     requests = make_requests([("Once upon a time", options)] * 4)
     found = answers.generate_until(requests)
@@ -178,9 +174,7 @@ def test_generate_until_sampling_is_varied_and_reproducible(answers: JaxLM) -> N
 
 
 def test_lm_eval_refuses_invalid_models_and_requests(answers: JaxLM, tmp_path: Path) -> None:
-    """Missing models or tokenizers, invalid sizes, empty or too long requests and unknown options
-    raise errors.
-    """
+    """Missing models or tokenizers, bad sizes, empty or long requests, unknown options raise."""
     with pytest.raises(ConfigError, match="path="):
         JaxLM()
     with pytest.raises(CapacityError, match=r"max_length must be from 1 to \d+, got 10000"):

@@ -18,9 +18,7 @@ def lm() -> Any:
 
 
 def test_decode_2000_steps_compiles_and_leaks_nothing(lm: Any, compiled: list[str]) -> None:
-    """After 50 warm-up steps, 2000 steps with and without donation compile no program and add no
-    live array.
-    """
+    """After 50 steps, 2000 more, donated or not, compile no program and add no live array."""
     model, params = lm
     cache = jaxllm.init_cache(model.config, 1, 2100)
     for step in range(2050):
@@ -37,9 +35,7 @@ def test_decode_2000_steps_compiles_and_leaks_nothing(lm: Any, compiled: list[st
 
 
 def test_weights_are_arguments_not_constants(lm: Any) -> None:
-    """Lowering forward with the parameters as arguments captures no weight as a constant; closing
-    over them does.
-    """
+    """With parameters as arguments, forward captures no weight as a constant; a closure does."""
     model, params = lm
     ids = np.zeros((1, 1), np.int32)
     largest = max(leaf.size for leaf in jax.tree.leaves(params))

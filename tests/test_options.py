@@ -106,9 +106,7 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_invalid_option_values_are_refused_by_name(name: str, lm: jaxllm.LM) -> None:
-    """check_options, generate and stream refuse each invalid value in one line that names the
-    option.
-    """
+    """check_options, generate and stream refuse invalid values in one line with the name."""
     for value in WRONG[name]:
         for refused in (
             lambda: check_options({name: value}),  # noqa: B023
@@ -226,9 +224,7 @@ def test_generate_accepts_id_sequences_and_arrays(lm: jaxllm.LM) -> None:
 
 
 def test_random_seed_is_reported_and_reproducible(lm: jaxllm.LM) -> None:
-    """seed='random' draws a new seed per call; using the reported seed again gives the
-    same tokens.
-    """
+    """seed='random' draws a new seed per call; the reported seed gives the same tokens."""
     options: Any = {"temperature": 1.0, "max_new_tokens": 8}
     one, two = (lm.generate([5], seed="random", **options) for _ in range(2))
     assert one.seed != two.seed
@@ -329,9 +325,7 @@ def test_custom_stopping_criterion_receives_decoded_text() -> None:
 
 
 def test_lm_save_round_trips_changed_params(lm: jaxllm.LM, tmp_path: Path) -> None:
-    """A saved demo generates the same text after loading, and a changed norm weight is saved with
-    the model.
-    """
+    """A saved demo generates the same text, and a changed norm weight is saved with it."""
     demo = jaxllm.load("demo:gpt2")
     demo.save(tmp_path / "gpt2")
     again = jaxllm.load(tmp_path / "gpt2")

@@ -46,9 +46,7 @@ def test_as_schema_names_invalid_field(part: Any, words: str) -> None:
 
 
 def test_as_schema_reports_path_and_value() -> None:
-    """Valid data becomes the dataclass; errors give the field's path and, if possible,
-    its value.
-    """
+    """Valid data becomes the dataclass; errors give a field's path and, if possible, value."""
     good = as_schema({"parts": {"x": [{"size": 3, "scale": 2}]}}, Whole, "x")
     assert good == Whole({"x": [Part(size=3, scale=2.0)]})
     with pytest.raises(CheckpointError) as caught:

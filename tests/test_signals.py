@@ -107,9 +107,7 @@ def test_sigterm_exits_cleanly_and_ignored_sigint_stays_ignored(started: Program
 
 
 def test_sigint_at_exit_keeps_successful_status() -> None:
-    """A SIGINT during interpreter exit does not change the successful exit of a
-    finished program.
-    """
+    """A SIGINT during interpreter exit leaves the successful status of a finished program."""
     code = (
         "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT);"
         " from jaxllm.runtime import signals; signals.setup_process(); print('done')"
@@ -167,9 +165,7 @@ STREAMS = {
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_closed_or_full_streams_exit_cleanly() -> None:
-    """Closed, full and broken output streams give the documented exit code and at most one line on
-    stderr.
-    """
+    """Closed, full and broken outputs give the documented exit code, one line on stderr at most."""
     for arguments, expected in STREAMS.items():
         command = f"{sys.executable} -m jaxllm {arguments}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
@@ -243,9 +239,7 @@ def test_chat_terminal_edits_lines_and_stops_on_interrupt(tmp_path: Path) -> Non
 def test_interrupted_perplexity_reports_progress_and_journals_batches(
     started: Program, tmp_path: Path
 ) -> None:
-    """SIGINT prints the batches done, the perplexity and how to resume; the journal holds the
-    finished batches.
-    """
+    """SIGINT prints batches done, perplexity and how to resume; the journal holds the batches."""
     journal = tmp_path / "journal"
     (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 400)
     process = started(

@@ -126,9 +126,7 @@ def test_prefill_trailing_padding_takes_no_slots(lm: Any) -> None:
 
 
 def test_steps_leave_input_cache_bytes_unchanged(lm: Any) -> None:
-    """forward, decode_step, prefill and generate leave the bytes and buffers of the cache they read
-    unchanged.
-    """
+    """forward, decode_step, prefill and generate leave bytes and buffers of their cache alone."""
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     before = bits(cache)
@@ -144,9 +142,7 @@ def test_steps_leave_input_cache_bytes_unchanged(lm: Any) -> None:
 
 
 def test_forward_copies_no_cache(lm: Any) -> None:
-    """The temporary memory of the compiled program does not grow with the cache: blocks are read in
-    place.
-    """
+    """A compiled program's temporary memory is that of blocks, whatever the cache's size."""
     model, params = lm
     ids, positions = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 7, jnp.int32)
 
@@ -177,9 +173,7 @@ def test_forward_then_commit_equals_decode_step(lm: Any) -> None:
 
 
 def test_donated_commit_reuses_buffers_and_invalidates_cache(lm: Any) -> None:
-    """A donated commit keeps the buffers, and any use of the old cache raises an error that names
-    the donation.
-    """
+    """A donated commit keeps the buffers; using the old cache raises an error that says so."""
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     delta = jaxllm.forward(model, params, cache, np.array([[3], [4]])).delta
@@ -362,9 +356,7 @@ def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
 
 
 def test_attention_weights_sum_to_attention_mass(lm: Any) -> None:
-    """Weights sum to 1 over the slots, are causal, and summed over heads and queries give the
-    attention mass.
-    """
+    """Weights sum to 1 over slots, are causal, and add up to the mass over heads and queries."""
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     after = tokens(2, 5, seed=1)
@@ -383,9 +375,7 @@ def test_attention_weights_sum_to_attention_mass(lm: Any) -> None:
 
 
 def test_attention_weights_with_gqa_reproduce_head_outputs() -> None:
-    """With shared key-value heads and a window, the weights times the values give the output of
-    each head.
-    """
+    """With shared heads and a window, weights times values are the output of each head."""
     model, params = random_model("mistral", sliding_window=4)
     ids = tokens(1, 9)
     out = jaxllm.forward(model, params, None, ids, attention_weights=True)

@@ -112,9 +112,7 @@ def url(ray: Any) -> Iterator[str]:
 
 
 def test_deployment_requests_share_batch_and_stream(url: str) -> None:
-    """Concurrent requests to Ray Serve equal single requests, and streamed answers come in several
-    pieces.
-    """
+    """Concurrent requests to Ray Serve equal single ones, and streamed answers come in pieces."""
     lm = jaxllm.load("demo:llama")
     prompts = ["Once upon a time", "One day", "The cat", "There was", "A boy", "Mom"]
 

@@ -97,9 +97,7 @@ def test_parquet_equals_json_lines(tmp_path: Path) -> None:
 
 
 def test_field_option_reads_prompts_from_column(tmp_path: Path) -> None:
-    """With field, the named column is the prompt and other columns are ignored; missing columns and
-    invalid files raise errors.
-    """
+    """field names the column of prompts, others are ignored; missing ones and bad files raise."""
     table = pyarrow.table({"id": [4, 5], "text": ["one", None], "url": [b"x", b"y"]})
     pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
     one, two = read_rows(tmp_path / "set.parquet", field="text")

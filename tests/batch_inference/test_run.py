@@ -43,9 +43,7 @@ def ids(out: Path) -> list[str]:
 
 
 def test_answers_are_appended_as_rows_finish(tmp_path: Path) -> None:
-    """Answers have the ids of their rows, in the order in which they finish; a finished job has
-    nothing left to do.
-    """
+    """Answers have their rows' ids, in the order of finishing; a finished job has no more to do."""
     out, messages = tmp_path / "out.jsonl", list[str]()
     assert run(out, Answerer()) == (10, 1)
     order = [2, 1, 4, 3, 6, 5, 8, 7, 10, 9]

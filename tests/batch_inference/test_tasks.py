@@ -131,9 +131,7 @@ def test_rows_of_text_tasks_have_own_options(lm: Any) -> None:
 
 
 def test_scoring_buckets_lengths_into_few_programs(lm: Any) -> None:
-    """Scoring 40 texts of 1 to 30 tokens compiles at most three shapes, and each result equals
-    log_probs of its text.
-    """
+    """Scoring 40 texts of 1 to 30 tokens compiles three shapes at most; each equals log_probs."""
     texts = [[(7 * n + i) % 100 for i in range(1 + n % 30)] for n in range(40)]
     before = embeddings._log_probs._cache_size()
     found = answer(lm, map(json.dumps, texts), "score", batch_size=8)

@@ -34,9 +34,7 @@ def attentions(twin: Twin, ids: np.ndarray) -> np.ndarray:
 
 
 def test_attention_mass_sums_transformers_attention_matrices(twin: Twin) -> None:
-    """Attention mass equals the sums of transformers' attention matrices, in one run, in chunks and
-    in single steps.
-    """
+    """Mass equals the sums of transformers' attention matrices: one run, chunks, single steps."""
     model, params, ids = twin.model, twin.params, tokens(2, 11)
     full = attentions(twin, ids)
     by_layer = full.sum(axis=(2, 3))
@@ -58,9 +56,7 @@ def test_attention_mass_sums_transformers_attention_matrices(twin: Twin) -> None
 
 
 def test_generation_accumulates_stream_attention_mass(twin: Twin) -> None:
-    """Generation returns the sum of the mass of its stream steps and of the full matrices, without
-    changing the tokens.
-    """
+    """Generation returns the mass of its stream steps and full matrices, with the same tokens."""
     model, params = twin.model, twin.params
     prompt, lengths = tokens(2, 6), np.array([6, 4])
     options: dict[str, Any] = {"max_new_tokens": 7, "lengths_B": lengths}
@@ -131,9 +127,7 @@ def test_disabled_mass_adds_no_matmuls() -> None:
 
 
 def test_heavy_hitters_equal_sorting_by_mass() -> None:
-    """heavy_hitters keeps the tokens with the largest mass, and the recent ones; wrong shapes and
-    sizes raise errors.
-    """
+    """The tokens with the largest mass and the recent ones stay; wrong shapes and sizes raise."""
     model, params = random_model("llama")
     cache = jaxllm.init_cache(model.config, 2, 24)
     out = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
@@ -153,9 +147,7 @@ def test_heavy_hitters_equal_sorting_by_mass() -> None:
 
 @pytest.mark.parametrize("renumber", [False, True])
 def test_sinks_and_window_decode_endlessly(renumber: bool) -> None:
-    """With one layer, each step equals a run of only the sinks and the window (StreamingLLM), in a
-    cache of 10 slots.
-    """
+    """With one layer, each step equals a run of sinks and window (StreamingLLM) in 10 slots."""
     lm = lm_of(("llama", "float32"), num_hidden_layers=1)
     text = tokens(1, 40)[0]
     cache = filled(lm, text[None, :6], capacity=10)

@@ -33,9 +33,7 @@ def test_interleaved_branches_equal_independent_runs(lm: Any) -> None:
 
 
 def test_alternating_branches_equal_independent_runs(lm: Any) -> None:
-    """Branches in separate caches, stepped in turn, equal independent runs and share the prefix
-    buffers.
-    """
+    """Branches in separate caches, stepped in turn, equal single runs and share the prefix."""
     prefix = tokens(1, 9)
     forks = fork(filled(lm, prefix), 3, capacity=8)
     branches = [branch(forks, row) for row in range(3)]
@@ -88,9 +86,7 @@ def test_generation_continues_from_fork(lm: Any) -> None:
 
 
 def test_select_gathers_rows_for_beam_search(lm: Any) -> None:
-    """Selecting rows, also repeatedly, gives their logits bit for bit and shares the prefix
-    buffers.
-    """
+    """Selecting rows, also repeatedly, gives their logits' bits and shares the prefix buffers."""
     forks = fork(filled(lm, tokens(1, 9)), 3, capacity=6)
     _, forks = jaxllm.decode_step(*lm, forks, np.array([1, 2, 3]))
     chosen = select(forks, [2, 2, 0, 1])
@@ -107,9 +103,7 @@ def test_select_keeps_each_rows_length(lm: Any) -> None:
 
 
 def test_merged_rows_keep_texts_and_free_slots(lm: Any) -> None:
-    """Merged rows keep their texts, and the merged cache has the free slots of the
-    roomiest input.
-    """
+    """Merged rows keep their texts; the merged cache has the free slots of the roomiest input."""
     short, long = filled(lm, tokens(1, 4)), filled(lm, tokens(2, 9, seed=1), capacity=12)
     both = merge_rows([short, long])
     assert both.length_B.tolist() == [4, 9, 9]

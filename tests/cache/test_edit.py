@@ -48,9 +48,7 @@ def forked(lm: Any) -> KVCache:
 
 @pytest.mark.parametrize("n", [0, 1, 4, [2, 5]])
 def test_rewound_cache_equals_never_committed(lm: Any, n: Any) -> None:
-    """Rewinding gives the logits of a cache that never ran the tokens, and the later cache still
-    works.
-    """
+    """Logits are those of a cache that never ran the tokens; the later cache still works."""
     ids = tokens(2, 9)
     cache = filled(lm, ids)
     back = rewind(cache, n)
@@ -80,9 +78,7 @@ def test_rewind_frees_slots(llama: Any) -> None:
 
 
 def test_rewind_forgets_later_culls(llama: Any) -> None:
-    """Rewinding to before culled tokens empties their slots; rewinding to after them keeps their
-    marks.
-    """
+    """Rewinding to before culled tokens empties their slots; to after them keeps their marks."""
     cut = drop_range(filled(llama, tokens(2, 9)), 6, 8)
     back = rewind(cut, to=5)
     assert int(back.cursor) == 5
@@ -97,9 +93,7 @@ def test_drop_range_excludes_its_stop(llama: Any) -> None:
 
 
 def test_cull_mark_is_reversible_and_distinct() -> None:
-    """Marks of culled slots are neither positions nor the empty mark, and they decode to their
-    positions.
-    """
+    """Marks of culled slots are no positions, not the empty mark, and decode to their positions."""
     positions = np.arange(300)
     assert (cull_mark(positions) < EMPTY).all()
     assert (cull_mark(cull_mark(positions)) == positions).all()
@@ -124,9 +118,7 @@ def test_failed_step_leaves_cache_usable(lm: Any) -> None:
 
 
 def test_culled_cache_equals_compacted_cache(lm: Any) -> None:
-    """Masking tokens gives the logits of a cache without them, keeps the buffers, and compact keeps
-    positions and tokens.
-    """
+    """Masking has the logits of a cache without the tokens; compact keeps positions and tokens."""
     cache = filled(lm, tokens(2, 9))
     mask = np.ones((2, 24), bool)
     mask[0, [1, 4, 5]] = False
@@ -221,9 +213,7 @@ def test_close_gaps_renumbers_to_contiguous_text() -> None:
 
 
 def test_patch_restores_corrupted_entries(lm: Any) -> None:
-    """Patching recomputed entries over corrupted ones restores the logits and marks the slots as
-    patched.
-    """
+    """Recomputed entries over corrupted ones restore the logits, and their slots are marked."""
     cache = filled(lm, tokens(2, 9))
     k, v = jax.tree.map(lambda x: x.at[:, 3:5].set(1), (cache.tail.k, cache.tail.v))
     broken = cache.replace(tail=cache.tail.replace(k=k, v=v))
@@ -294,9 +284,7 @@ ROTATING = {"shift", "close_gaps", "insert"}
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_untouched_entries_keep_every_bit(lm: Any, name: str) -> None:
-    """Every operation keeps every bit of the entries that it does not change, and leaves its
-    argument unchanged.
-    """
+    """Operations keep every bit of the entries that they do not change, and their argument."""
     cache = forked(lm)
     before = entries(cache)
     operate, place = OPERATIONS[name]
@@ -340,9 +328,7 @@ def test_cache_operations_vmap_over_stacked_caches(lm: Any) -> None:
 
 
 def test_invalid_cache_edits_are_refused(llama: Any) -> None:
-    """Impossible rewinds, masks, capacities, shifts and patches raise errors that name
-    the problem.
-    """
+    """Impossible rewinds, masks, capacities, shifts and patches raise errors that name them."""
     cache = filled(llama, tokens(2, 9))
     with pytest.raises(CapacityError, match="cannot rewind"):
         rewind(cache, 10)

@@ -29,9 +29,7 @@ def lm(request: pytest.FixtureRequest) -> Any:
 
 
 def test_cache_file_round_trip_restores_every_bit(lm: Any, tmp_path: Path) -> None:
-    """A loaded cache has every bit, shape and segment of the saved one and continues identically;
-    rows share one stored prefix.
-    """
+    """A loaded cache has all bits and segments of the saved one, one prefix, and goes on alike."""
     forks = fork(drop_range(filled(lm, tokens(1, 9)), 3, 5), 3, capacity=6)
     _, cache = jaxllm.decode_step(*lm, forks, np.array([1, 2, 3]))
     file = tmp_path / "story.cache"
@@ -66,9 +64,7 @@ def test_load_cache_changes_capacity(lm: Any, tmp_path: Path) -> None:
 
 
 def test_cache_mismatch_is_refused_by_field(tmp_path: Path) -> None:
-    """A cache made with other weights, another model, precision or prefix raises an error that
-    names the difference.
-    """
+    """A cache of other weights, model, precision or prefix is refused with the difference."""
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
     save_cache(file, filled(lm, tokens(1, 9)), model, params)
@@ -102,9 +98,7 @@ def test_cache_mismatch_is_refused_by_field(tmp_path: Path) -> None:
 def test_damage_is_detected_and_failed_saves_keep_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Damaged or foreign cache files raise errors, and an interrupted save leaves the old file
-    unchanged.
-    """
+    """Damaged or foreign files raise errors; an interrupted save leaves the old file unchanged."""
     lm = random_model("llama")
     file, cache = tmp_path / "c", filled(lm, tokens(1, 9))
     save_cache(file, cache, *lm)
@@ -181,9 +175,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_header_fields_are_validated_against_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header that contradicts its tensors or exceeds the machine's memory raises an error, even
-    with a valid digest.
-    """
+    """A header contradicting its tensors or exceeding memory raises, even with a valid digest."""
     monkeypatch.setattr("jaxllm.files.memory_limit.machine_memory", lambda: 1 << 30)
     lm = random_model("llama")
     file = tmp_path / "c"
@@ -220,9 +212,7 @@ def test_inconsistent_cache_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_fingerprint_covers_names_values_and_formats() -> None:
-    """Swapping layers or casting changes the fingerprint; moving the parameters to the host does
-    not.
-    """
+    """Swapped layers and casts change the fingerprint; moving parameters to the host does not."""
     _, params = random_model("llama")
     base = fingerprint(params)
     assert base == fingerprint(jax.tree.map(np.asarray, params))

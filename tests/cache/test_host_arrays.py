@@ -52,9 +52,7 @@ EDITS: dict[str, Callable[[jaxllm.KVCache], Any]] = {
 
 @pytest.mark.parametrize("to_host", [jax.device_get, via_pickle])
 def test_steps_accept_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: Any) -> None:
-    """Forward, prefill and decode steps give the same bits from a host cache (device_get, pickle)
-    as from a device cache.
-    """
+    """Forward, prefill and steps have the same bits from a host cache (device_get, pickle)."""
     host, ids = to_host(cache), tokens(2, 3, seed=1)
     assert host == cache
     assert repr(host) == repr(cache)

@@ -78,9 +78,7 @@ def test_caches_with_equal_contents_are_equal(lm: Any) -> None:
 
 
 def test_init_cache_validates_sizes_and_dtype(lm: Any) -> None:
-    """Sizes that are invalid or exceed memory raise an error before allocation; the dtype defaults
-    to the model's.
-    """
+    """Invalid or too large sizes are refused before allocation; the dtype is the model's."""
     model, _ = lm
     for sizes in ((1, 2.5), (1, 2**50), (2**40, 1), (True, 4), (1, "8"), (1, 0), (2**20, 2**30)):
         with pytest.raises(CapacityError, match=r"whole number from 1|needs"):
@@ -120,9 +118,7 @@ def test_tokens_are_returned_in_position_order(lm: Any) -> None:
 
 
 def test_cache_of_another_model_is_refused(lm: Any) -> None:
-    """A cache of another configuration raises an error that names the differing field; unknown
-    formats are refused.
-    """
+    """A cache of another configuration is refused with the field; unknown formats are refused."""
     model, params = lm
     other, _ = random_model("llama", max_position_embeddings=64)
     cache = jaxllm.init_cache(other.config, 1, 8)
@@ -137,9 +133,7 @@ def test_cache_of_another_model_is_refused(lm: Any) -> None:
 
 
 def test_int8_entries_round_to_half_step() -> None:
-    """Int8 entries are within half a step of each token's head, keep NaN, and rounding twice
-    changes nothing.
-    """
+    """Int8 entries are within half a step, keep NaN, and rounding twice changes nothing."""
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
     x[0, 1] = 0
     entries = cast(jnp.asarray(x), jnp.int8)
@@ -167,9 +161,7 @@ def test_int8_cache_is_small_and_close_to_float32() -> None:
 
 
 def test_gradients_of_cache_entries_match_finite_differences(lm: Any) -> None:
-    """Gradients with respect to single cached keys and values match finite differences; empty slots
-    have none.
-    """
+    """Gradients of single keys and values equal finite differences; empty slots have none."""
     cache = filled(lm, tokens(1, 9))
 
     def loss(k: Any, v: Any) -> jax.Array:

@@ -83,9 +83,7 @@ def counted(ids: Any) -> np.ndarray:
 
 
 def test_memory_in_chunks_and_steps_equals_forward(lm: Any) -> None:
-    """A model with a memory gives equal logits and memory in one run, in chunks, in steps and in
-    generation.
-    """
+    """Logits of a model with a memory are equal in one run, chunks, steps and generation."""
     ids = tokens(2, 9)
     whole = jaxllm.forward(*lm, None, ids).logits
     cache = jaxllm.init_cache(lm[0], 2, 16)

@@ -38,9 +38,7 @@ def test_chunks_around_window_size_equal_mistral(mistral: Twin, chunk: int) -> N
 
 
 def test_window_spans_exactly_w_keys() -> None:
-    """A token outside the window of a one-layer model changes no bit of the logits; the oldest one
-    inside does.
-    """
+    """With one layer, a token outside the window changes no bit; the oldest one inside does."""
     model, params = random_model("mistral", sliding_window=WINDOW, num_hidden_layers=1)
     ids = tokens(1, LENGTH).copy()
     before = np.asarray(jaxllm.forward(model, params, None, ids).logits[0, -1])

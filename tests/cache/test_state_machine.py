@@ -184,9 +184,7 @@ class Cache(RuleBasedStateMachine):
     ("examples", "steps"), [(4, 12), pytest.param(150, 30, marks=pytest.mark.full)]
 )
 def test_random_operations_equal_recomputation(examples: int, steps: int) -> None:
-    """After any sequence of cache operations, tokens and logits equal a recomputation of the text
-    by transformers.
-    """
+    """After any sequence of operations, tokens and logits equal transformers' recomputation."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Cache,
         settings=settings(

@@ -162,9 +162,7 @@ def test_generation_continues_beyond_cache_capacity(filled_lm: Any) -> None:
 
 
 def test_invalid_pooling_is_refused(filled_lm: Any) -> None:
-    """Invalid ratios and masses, learned or length-dependent positions and dilated attention raise
-    errors.
-    """
+    """Invalid ratios and masses, learned or length-dependent positions and dilation are refused."""
     _, cache = filled_lm
     with pytest.raises(CapacityError, match="ratio must be a whole number from 1"):
         pool(cache, ratio=0, sinks=0, recent=0)

@@ -58,9 +58,7 @@ def test_second_half_spans_equal_llama_perplexity() -> None:
 
 
 def test_rolling_spans_equal_lm_eval_documentation() -> None:
-    """Spans equal the example in lm-evaluation-harness's model guide: ten tokens, context 4, a
-    prefix token.
-    """
+    """Spans equal lm-evaluation-harness's example: ten tokens, context 4, a prefix token."""
     text = ["BOS", *range(10)]
     seen = [
         (text[s.start : s.end - 1], text[s.score_start : s.end])

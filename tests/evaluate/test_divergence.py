@@ -91,9 +91,7 @@ def test_divergence_measures_equal_transformers_in_float64(twin: Twin, changed: 
 
 @pytest.mark.parametrize("spread", [1e-5, 1e-3, 1e-1, 3.0])
 def test_float32_kl_is_accurate_for_close_distributions(spread: float) -> None:
-    """KL in float32 is near its float64 value and never negative, for close and for distant
-    distributions.
-    """
+    """KL in float32 is near float64's and never negative, for close and distant distributions."""
     rng = np.random.default_rng(0)
     p = scipy.special.log_softmax(3 * rng.standard_normal((4, 1000)), axis=-1)
     q = scipy.special.log_softmax(p + spread * rng.standard_normal(p.shape), axis=-1)
@@ -121,9 +119,7 @@ def test_divergence_refuses_different_vocabularies(twin: Twin) -> None:
 
 
 def test_perplexity_command_compares_two_models(run: Run, data: Callable[[str], Path]) -> None:
-    """`perplexity --compare` and --other-dtype report KL and the perplexity ratio; different
-    vocabularies are refused.
-    """
+    """`perplexity --compare` and --other-dtype report KL and ratio; other vocabularies raise."""
     directory = data("stories260K")
     text = f"@{directory / 'greedy_200.txt'}"
     command = ("perplexity", directory, "--text", text, "--window", 64, "--batch", 4)

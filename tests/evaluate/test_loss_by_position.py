@@ -33,9 +33,7 @@ def test_bucket_edges_double_or_are_equal() -> None:
 
 @pytest.mark.parametrize("protocol", ["strided", "second-half", "rolling"])
 def test_token_positions_count_from_span_start(protocol: str) -> None:
-    """Each scored token's position is its distance from the start of its span, for
-    every protocol.
-    """
+    """A scored token's position is its distance from its span's start, for every protocol."""
     documents = [list(range(50)), [1], list(range(7))]
     made = loader(documents, window=16, stride=5, protocol=protocol, batch=3)
     expected = [i - s.start for s in made.spans for i in range(s.score_start, s.end)]

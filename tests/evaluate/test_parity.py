@@ -85,9 +85,7 @@ ENDS = (0, 1, 3, 15, 255, 4095, 65535, 2**63)  # last ULP distance of each histo
 
 
 def test_report_statistics_equal_numpy(pair: Pair, report: Report) -> None:
-    """Each stage's error statistics, ULP histogram and worst position equal plain NumPy values over
-    the real tokens.
-    """
+    """Statistics, ULP histogram and worst position of stages equal NumPy's over real tokens."""
     mine, theirs = pair.ours.activations(CASE), pair.theirs.activations(CASE)
     assert [d.name for d in report.stages] == list(theirs)
     real = CASE.position_BT >= 0
@@ -141,9 +139,7 @@ def test_models_match_transformers_at_every_stage(pair: Pair, report: Report) ->
 
 
 def test_transformers_activations_equal_its_own_outputs(pair: Pair) -> None:
-    """Captured hidden states, keys, values, heads and greedy tokens equal transformers' own
-    outputs.
-    """
+    """Captured states, keys, values, heads and greedy tokens equal transformers' own outputs."""
     ids = tokens(2, 9)
     case = pad_case(ids.tolist())
     found = pair.theirs.activations(case)
@@ -179,9 +175,7 @@ def test_transformers_activations_equal_its_own_outputs(pair: Pair) -> None:
 
 
 def test_padding_and_caching_do_not_change_results(pair: Pair) -> None:
-    """Left or right padding, with or without a cache, gives the same activations, keys and logits
-    in both backends.
-    """
+    """Left or right padding, cached or not: the same activations, keys and logits in both."""
     np.testing.assert_array_equal(
         to_positions(np.array([[7, 8, 9], [4, 5, 6]]), np.array([[-1, 1, 0], [0, 2, -3]])),
         [[9, 8, 0], [4, 0, 5]],
@@ -355,9 +349,7 @@ def test_bfloat16_is_judged_by_drift_from_float32(bfloat16_pair: Pair) -> None:
 
 
 def test_verify_compares_two_jaxllm_backends(llama: Pair) -> None:
-    """A bfloat16 model fails against its float32 original with the strict tolerance and holds with
-    a loose one.
-    """
+    """A bfloat16 model fails against float32 by the strict tolerance and holds by a loose one."""
     half = jaxllm.Precision.uniform("bfloat16")
     model = jaxllm.build(llama.twin.config, half)
     ours = JaxBackend("bfloat16", model, jaxllm.cast(llama.twin.params, half))
@@ -416,9 +408,7 @@ def verdict(run: Any, *command: Any) -> tuple[bool, str]:
 
 
 def test_verify_command_holds_on_stories260k(run: Any, data: Any, tmp_path: Path) -> None:
-    """`verify` on a published model agrees with transformers on every greedy token and writes the
-    plot.
-    """
+    """On a published model, every greedy token agrees with transformers; a plot is written."""
     picture = tmp_path / "error.png"
     status, out, err = run(
         "verify", data("stories260K"), "-n", 8, "--length", 16, "--json", "--plot", picture
@@ -528,9 +518,7 @@ def test_shifted_rotation_is_located_in_its_layer(
 
 
 def test_verify_accepts_path_or_loaded_model(shallow: Any) -> None:
-    """jaxllm.verify takes a path or a loaded LM and creates the case and transformers' backend
-    itself.
-    """
+    """jaxllm.verify takes a path or a loaded LM and makes the case and transformers' backend."""
     path = shallow("gpt2")
     assert jaxllm.verify(path, length=8, new_tokens=2).holds
     lm = jaxllm.load(path, dtype="float32")

@@ -48,9 +48,7 @@ def test_ulp_distance_counts_nextafter_steps() -> None:
 
 
 def test_measure_rejects_nan_and_unmatched_infinity() -> None:
-    """NaN, or an infinity in the reference only, exceeds any tolerance; equal infinities have no
-    error.
-    """
+    """NaN, or an infinity only in the reference, exceeds any tolerance; equal ones are no error."""
     ours = np.float32([1.0, np.nan, 3.0])
     found = measure("x", ours, np.float32([1.0, 2.0, 3.0]), Tolerance(1e9))
     assert found.beyond == 1

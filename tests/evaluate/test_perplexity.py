@@ -94,9 +94,7 @@ def test_strided_perplexity_equals_transformers(
 def test_second_half_perplexity_and_error_equal_transformers(
     trained: tuple[Twin, list[int]],
 ) -> None:
-    """As in llama-perplexity, the error is sqrt((mean of squares - square of mean) / (n - 1)) x
-    perplexity.
-    """
+    """As in llama-perplexity: sqrt((mean of squares - square of mean) / (n - 1)) x perplexity."""
     twin, ids = trained
     bos = 1
     found = perplexity(
@@ -115,9 +113,7 @@ def test_second_half_perplexity_and_error_equal_transformers(
 
 
 def test_batched_documents_equal_separate_documents(trained: tuple[Twin, list[int]]) -> None:
-    """Padding adds to no count and no sum: batched documents have the log-probabilities of separate
-    runs.
-    """
+    """Padding adds to no count or sum: batched documents have the scores of separate runs."""
     twin, ids = trained
     cuts = [0, 5, 7, 60, 61, 100, 130]
     documents = [ids[a:b] for a, b in pairwise(cuts)]
@@ -133,9 +129,7 @@ def test_batched_documents_equal_separate_documents(trained: tuple[Twin, list[in
 
 
 def test_standard_error_equals_scipy() -> None:
-    """The NLL's standard error equals scipy's, and the perplexity's error is its first-order
-    propagation.
-    """
+    """The NLL's standard error equals scipy's, and the perplexity's is its first-order error."""
     logprob_N = -np.random.default_rng(0).gamma(2.0, 1.5, 500).astype(np.float32)
     found = Perplexity.from_logprobs(logprob_N)
     nll = -logprob_N.astype(np.float64)
@@ -149,9 +143,7 @@ def test_standard_error_equals_scipy() -> None:
 
 
 def test_perplexity_handles_single_token_and_overflow() -> None:
-    """One token has a NaN error, and log-probabilities of -1,000 and less give an infinite
-    perplexity.
-    """
+    """One token has a NaN error; log-probabilities of -1,000 and less an infinite perplexity."""
     one = Perplexity.from_logprobs(np.array([-2.0]))
     assert one.perplexity.mean == pytest.approx(np.exp(2.0))
     assert np.isnan(one.perplexity.error)
@@ -230,9 +222,7 @@ def test_truncated_journal_is_completed_exactly(journaled: Any, tmp_path: Path) 
 
 
 def test_altered_journal_is_refused_with_line_number(journaled: Any, tmp_path: Path) -> None:
-    """An altered, missing or repeated line raises an error that names the line, and the file stays
-    unchanged.
-    """
+    """An altered, missing or repeated line is refused by its number, and the file is unchanged."""
     run, text, _ = journaled
     first, second, third, *rest = text.splitlines(keepends=True)
     journal = tmp_path / "journal"

@@ -53,9 +53,7 @@ def brute_force(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> 
 def test_sensitivity_ranking_equals_brute_force(
     demo: jaxllm.LM, made: Loader, by: str, name: str
 ) -> None:
-    """KL, same-top share and order equal those of quantizing each group separately and comparing in
-    float64.
-    """
+    """KL, top share and order equal those of quantizing each group alone, in float64."""
     rows = measure_sensitivity(demo.model, demo.params, made, name, group_by=by)
     assert {row.group: row.regex for row in rows} == matrix_groups(demo.params, by)
     expected = {row.group: brute_force(demo, made, [(row.regex, name)]) for row in rows}
@@ -67,9 +65,7 @@ def test_sensitivity_ranking_equals_brute_force(
 
 
 def test_sensitivity_variants_share_compiled_program(demo: jaxllm.LM, compiled: list[str]) -> None:
-    """Other groups and formats compile nothing new: their dequantized weights run in the same
-    program.
-    """
+    """Other groups and formats compile nothing: dequantized weights run in the same program."""
     windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length no other test uses
     for name in ("int4", "bfloat16"):  # rounding to a format also compiles, per shape
         measure_sensitivity(demo.model, demo.params, windows, name, group_by="kind")

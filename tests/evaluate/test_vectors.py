@@ -51,9 +51,7 @@ def frozen(tiny: JaxBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_demo_models_equal_committed_vectors(name: str) -> None:
-    """The demo models equal the committed vectors, which transformers computed, in every case and
-    greedy token.
-    """
+    """The demos equal the committed vectors, made by transformers, in all cases and tokens."""
     vectors = read(COMMITTED / name)
     assert vectors.header.made_by.startswith("transformers")
     lm = jaxllm.load(f"demo:{name}", dtype="float32")
@@ -112,9 +110,7 @@ def test_committed_vectors_are_small_and_readable() -> None:
 def test_flipped_weight_is_located_at_its_stage(
     path: str, stage: str, tiny: JaxBackend, frozen: Path
 ) -> None:
-    """Negating the largest value of one tensor is reported as changed weights and located at its
-    stage in every case.
-    """
+    """A negated largest value is reported as changed weights, and located at its stage."""
 
     def flip(x: jax.Array) -> jax.Array:
         at = np.unravel_index(int(np.abs(np.asarray(x)).argmax()), x.shape)
@@ -130,9 +126,7 @@ def test_flipped_weight_is_located_at_its_stage(
 
 
 def test_weight_digest_detects_unused_weight_change(tiny: JaxBackend, frozen: Path) -> None:
-    """Embedding row 100 is in none of the texts, and the head is separate: only the weight digest
-    reports the change.
-    """
+    """Row 100 of the embedding is in no text, and no head: only the digest reports the change."""
     vectors = read(frozen)
     assert not any(100 in row for row in (*TEXTS, *vectors.tensors["generated"].tolist()))
     other = change_weight(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
@@ -188,9 +182,7 @@ def test_rounded_weights_hold_only_with_loose_tolerance(
 
 
 def test_vector_files_are_self_describing(tiny: JaxBackend, frozen: Path) -> None:
-    """Read with only json and safetensors, positions index the rows of the tensors, and the logits
-    equal the model's.
-    """
+    """Read with json and safetensors alone, positions index rows, and logits are the model's."""
     header = json.loads((frozen / "vectors.json").read_text(encoding="utf-8"))
     tensors = load_file(frozen / "vectors.safetensors")
     assert header["texts"] == TEXTS
@@ -220,9 +212,7 @@ def _copy_edited(frozen: Path, target: Path, edit: Callable[[dict[str, Any]], ob
 
 
 def test_damaged_vectors_are_refused(frozen: Path, tmp_path: Path) -> None:
-    """Missing files, altered tensors and invalid header fields raise a CheckpointError that names
-    the problem.
-    """
+    """Missing files, altered tensors and invalid header fields are refused by name."""
     with pytest.raises(CheckpointError, match=r"no vectors\.json"):
         read(tmp_path)
     broken = tmp_path / "numbers"
@@ -254,9 +244,7 @@ def test_damaged_vectors_are_refused(frozen: Path, tmp_path: Path) -> None:
 def test_make_refuses_overwrite_and_bad_texts(
     tiny: JaxBackend, frozen: Path, tmp_path: Path
 ) -> None:
-    """make refuses an existing set of vectors, a path that is a file and invalid texts, and leaves
-    no directory behind.
-    """
+    """make refuses existing vectors, a file as path and invalid texts, and leaves no directory."""
     with pytest.raises(CheckpointError, match="already holds"):
         make(frozen, tiny, TEXTS)
     for texts, words in (([[1]], "two tokens"), ([], "two tokens"), ([[1, 500]], "token id 500")):
@@ -300,9 +288,7 @@ def test_vectors_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
 
 
 def test_vectors_command_supports_quantized_models(run: Any, tmp_path: Path) -> None:
-    """Vectors of an int8 model hold with --quantize or an equal --precision table, and not with the
-    original weights.
-    """
+    """Vectors of an int8 model hold with --quantize or an equal table, not with other weights."""
     model, made, table = (tmp_path / name for name in ("model", "made", "formats.json"))
     save_random(model, "llama", num_hidden_layers=1)
     succeed(

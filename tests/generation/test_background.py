@@ -38,9 +38,7 @@ async def collect(live: BackgroundServer, prompt: str, **options: Any) -> list[A
 
 
 def test_streams_equal_single_requests(lm: Any, live: BackgroundServer) -> None:
-    """Concurrent streams give the text, piece by piece, that each request gives when
-    run by itself.
-    """
+    """Concurrent streams give the text, piece by piece, of each request run by itself."""
 
     async def all_at_once() -> list[list[Any]]:
         return await asyncio.gather(*(collect(live, prompt) for prompt in PROMPTS))
@@ -104,9 +102,7 @@ def test_closed_stream_frees_its_row(
 def test_text_after_stream_close_is_dropped(
     live: BackgroundServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that ends after a client closes its stream may still deliver text, which
-    is dropped.
-    """
+    """A step that ends after a client left its stream may deliver text, which is dropped."""
     requests: list[Any] = []
 
     def record(request: Any, **options: Any) -> Future[Completion]:
@@ -155,9 +151,7 @@ def test_closed_or_failed_server_rejects_requests(lm: Any, monkeypatch: pytest.M
 
 
 def test_full_queue_refuses_requests(lm: Any) -> None:
-    """More than `max_waiting` requests, or their tokens, are refused; cancelled ones do not
-    count.
-    """
+    """More than `max_waiting` requests, or tokens, are refused; cancelled ones do not count."""
     live = BackgroundServer(lm, rows=1, capacity=200, max_waiting=2, max_waiting_tokens=50)
     started, cancelled = threading.Event(), threading.Event()
     long = {"prompt": "Once", "max_new_tokens": 150, "min_new_tokens": 150}

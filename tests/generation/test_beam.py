@@ -180,9 +180,7 @@ class TorchTableScores(transformers.LogitsProcessor):
 
 
 def test_early_stopping_equals_transformers(tmp_path: Path) -> None:
-    """Scores come from a table of sharp distributions, for which the three early-stopping modes
-    differ.
-    """
+    """Scores come from a table of sharp distributions, for which the three modes differ."""
     # Sharp distributions: unlike random models, sequences end early, with high or low scores.
     vocab, new = 13, 14
     save_random(tmp_path, "llama", num_hidden_layers=1, vocab_size=vocab)
@@ -223,9 +221,7 @@ def test_processors_track_state_per_beam(twin: Any) -> None:
 
 @pytest.mark.parametrize("early_stopping", MODES)
 def test_single_beam_equals_greedy(lm: Any, early_stopping: Any) -> None:
-    """One beam gives greedy tokens and finish reasons, with the mean log-probability
-    as its score.
-    """
+    """One beam gives greedy tokens and finish reasons, scored by the mean log-probability."""
     model, params = lm
     prompts, _ = random_prompts([6, 6], seed=3)
     for eos in EOS_SETS:
@@ -242,9 +238,7 @@ def test_single_beam_equals_greedy(lm: Any, early_stopping: Any) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_beam_search_continues_cache_without_modifying_it(lm: Any, batch: int) -> None:
-    """A search from a prefilled cache equals a search from the whole prompt, and the cache is
-    unchanged.
-    """
+    """A search from a prefilled cache equals one from the prompt, and leaves the cache alone."""
     model, params = lm
     prompts, _ = random_prompts([9] * batch, seed=4)
     sampler = Sampler((RepetitionPenalty(2.0),))
@@ -259,9 +253,7 @@ def test_beam_search_continues_cache_without_modifying_it(lm: Any, batch: int) -
 
 
 def test_missing_continuations_are_empty_with_minus_infinity() -> None:
-    """With fewer continuations than beams, the remaining results are empty, RUNNING and have score
-    -inf.
-    """
+    """With fewer continuations than beams, other results are empty, RUNNING and score -inf."""
     model, params = random_model("llama", vocab_size=5, num_hidden_layers=1)
     result = beam_search(
         model, params, np.array([[1, 2]]), num_beams=8, num_return_sequences=8, max_new_tokens=1

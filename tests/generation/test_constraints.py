@@ -40,9 +40,7 @@ def test_bad_words_equal_transformers_vectors() -> None:
 
 
 def test_sequence_bias_equals_transformers_vectors() -> None:
-    """Scores equal the vectors of test_bias_dist_processor, with the biases as a dict and as a
-    list.
-    """
+    """Scores equal the vectors of test_bias_dist_processor, with biases as dict and as list."""
     bias = {(1,): 100.0, (4,): 100.0, (1, 0): -100.0, (0, 1, 2): -100.0, (1, 3, 1, 3): -100.0}
     bias[(1, 3, 1, 3, 1, 3)] = -100.0
     context = make_context([[0, 1, 3, 1], [0, 1, 0, 1]])

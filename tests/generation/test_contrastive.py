@@ -42,9 +42,7 @@ def by_definition(model: Any, text: list[int], alpha: float, top_k: int, new: in
 
 @pytest.mark.parametrize(("alpha", "top_k"), [(0.6, 4), (0.9, 3), (0.0, 4)])
 def test_contrastive_search_equals_definition(twin: Twin, alpha: float, top_k: int) -> None:
-    """Tokens equal the definition run without a cache in transformers; they are greedy only if
-    alpha is 0.
-    """
+    """Tokens equal the definition without a cache in transformers; only alpha 0 is greedy."""
     ours = contrastive_search(
         twin.model, twin.params, PROMPT, penalty_alpha=alpha, top_k=top_k, max_new_tokens=8
     )

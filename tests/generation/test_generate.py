@@ -128,9 +128,7 @@ def test_nan_row_does_not_affect_batch(family: str) -> None:
 
 
 def test_generate_does_not_recompile_for_new_values(lm: Any, compiled: list[str]) -> None:
-    """After one call, other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile
-    nothing.
-    """
+    """Other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile nothing."""
     # No other test compiles this model.
     model, params = random_model(lm[0].config.model_type, max_position_embeddings=89)
     counts = [len(compiled)]
@@ -151,9 +149,7 @@ def test_generate_does_not_recompile_for_new_values(lm: Any, compiled: list[str]
 
 
 def test_prompt_lengths_compile_at_most_12_programs(compiled: list[str]) -> None:
-    """Prompts are padded to bucketed lengths: 200 lengths compile at most 12 programs after the
-    first call.
-    """
+    """Prompts are padded to buckets: 200 lengths compile at most 12 programs after the first."""
     model, params = random_model("llama", max_position_embeddings=512, num_hidden_layers=1)
     before = len(compiled)
     jaxllm.generate(model, params, tokens(1, 3), max_new_tokens=20)

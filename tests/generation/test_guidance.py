@@ -53,9 +53,7 @@ def test_guided_greedy_tokens_equal_transformers(
 
 
 def test_apply_guidance_interpolates_and_extrapolates_logprobs() -> None:
-    """Scale 0 gives the negative prompt's log-probabilities, 1 the prompt's, and 2 extrapolates
-    linearly.
-    """
+    """Scale 0 gives the negative prompt's log-probabilities, 1 the prompt's, 2 extrapolates."""
     rng = np.random.default_rng(0)
     wanted, unwanted = jnp.asarray(rng.normal(size=(2, 131)), jnp.float32) * 3.0
     scales = jnp.array([0.0, 1.0, 2.0])

@@ -84,9 +84,7 @@ def mixed_batch() -> TokenBatch:
 
 @in_both("lm", n_ubatch=[512, 1])
 def test_mixed_batch_equals_separate_sequences(lm: Any, n_ubatch: int) -> None:
-    """Interleaved sequences in one batch have the logits and tokens of separate forward passes, for
-    any n_ubatch.
-    """
+    """Interleaved sequences have the logits and tokens of separate passes, for any n_ubatch."""
     batch = mixed_batch()
     status, outputs, state = decode(*lm, empty_state(lm), batch, n_ubatch=n_ubatch)
     assert status.code is StatusCode.OK and outputs is not None
@@ -173,9 +171,7 @@ def prefilled(lm: Any) -> KVCache:
 
 @pytest.mark.parametrize("name", bad_batches())
 def test_failed_batch_leaves_state_unchanged(lm: Any, prefilled: KVCache, name: str) -> None:
-    """An invalid or oversized batch returns its status code and the same state, even with
-    donate=True.
-    """
+    """A bad or too large batch returns its status and the same state, also with donate=True."""
     batch, code = bad_batches()[name]
     before = fingerprint(prefilled)
     status, outputs, after = decode(*lm, prefilled, batch, donate=True)
@@ -186,9 +182,7 @@ def test_failed_batch_leaves_state_unchanged(lm: Any, prefilled: KVCache, name: 
 
 
 def test_no_room_batch_succeeds_after_freeing(lm: Any) -> None:
-    """A batch with status NO_ROOM succeeds after a range is removed, and the earlier state stays
-    valid.
-    """
+    """After NO_ROOM, a batch succeeds once a range is removed; the earlier state stays valid."""
     _, state = decode_parts(lm, empty_state(lm), (0, tokens(1, 20)[0]))
     batch = TokenBatch(tokens=A, sequences=[0] * 9)
     assert decode(*lm, state, batch)[0].code is StatusCode.NO_ROOM
@@ -214,9 +208,7 @@ def test_decode_refuses_bad_options_and_caches(lm: Any, prefilled: KVCache) -> N
 
 
 def test_donated_state_is_invalid_afterwards(lm: Any) -> None:
-    """decode with donate=True returns a valid state, and using the donated one raises
-    CacheMismatchError.
-    """
+    """donate=True returns a valid state; using the donated one raises CacheMismatchError."""
     state = empty_state(lm)
     _, _, grown = decode(*lm, state, TokenBatch(tokens=A), donate=True)
     check_next(lm, grown, 0, A)
@@ -241,9 +233,7 @@ def test_shared_prompt_is_stored_once(lm: Any, n_ubatch: int) -> None:
 
 
 def test_copied_sequences_share_memory(lm: Any) -> None:
-    """Copies reference the same arrays, diverge correctly, and are unaffected if one of them is
-    removed.
-    """
+    """Copies reference the same arrays, diverge correctly, and outlive the removal of one."""
     _, state = decode_parts(lm, empty_state(lm), (0, A))
     once = copy_sequence(state, 0, 1)
     k = [id(x) for x in jax.tree.leaves((once.frozen[0].k, once.tail.k))]
@@ -263,9 +253,7 @@ def test_copied_sequences_share_memory(lm: Any) -> None:
 
 
 def test_copy_sequence_supports_ranges_and_copies(lm: Any) -> None:
-    """Ranges and copies can be copied; occupied positions, bad indices and too few shared slots
-    raise errors.
-    """
+    """Ranges and copies can be copied; taken positions, bad indices and little room raise."""
     _, state = decode_parts(lm, empty_state(lm), (0, A))
     state = copy_sequence(state, 0, 1, 0, 4)
     _, state = decode_parts(lm, state, (1, B[:3]))
@@ -307,9 +295,7 @@ def test_keep_sequence_empties_all_but_one(lm: Any) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_add_positions_equals_run_at_shifted_positions(llama: Any, shared: bool) -> None:
-    """A shifted sequence equals a run at those positions, and a copy that shares its slots does not
-    move.
-    """
+    """A shifted sequence equals a run at those positions; a copy sharing its slots stays."""
     _, state = decode_parts(llama, empty_state(llama), (1, A))
     state = copy_sequence(state, 1, 2) if shared else state
     moved = add_positions(state, 1, 6)
@@ -324,9 +310,7 @@ def test_add_positions_equals_run_at_shifted_positions(llama: Any, shared: bool)
 
 
 def test_divide_positions_equals_run_at_divided_positions() -> None:
-    """In a one-layer model, divided positions equal a run at those positions, and a copy does not
-    move.
-    """
+    """With one layer, divided positions equal a run there, and a copy does not move."""
     lm = random_model("llama", num_hidden_layers=1)  # deeper layers depend on the old positions
     _, state = decode_parts(lm, empty_state(lm), (1, A))
     divided = divide_positions(copy_sequence(state, 1, 2), 1, 3, 2, 8)
@@ -365,9 +349,7 @@ def test_position_changes_refuse_invalid_moves(lm: Any) -> None:
 
 
 def test_defragment_preserves_sequences_in_fewer_slots(lm: Any) -> None:
-    """Sequences have the same tokens and next logits, and slots that are no longer shared become
-    own slots.
-    """
+    """Sequences keep tokens and next logits; slots that are no longer shared become own slots."""
     _, state = decode_parts(lm, empty_state(lm), (0, A), (1, B), (2, [3]))
     state = copy_sequence(state, 0, 3)
     _, state = decode_parts(lm, state, (0, B), (3, [4, 5]))
@@ -386,9 +368,7 @@ def test_defragment_preserves_sequences_in_fewer_slots(lm: Any) -> None:
 @pytest.mark.parametrize("pooling", ["none", "mean", "last", "cls"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_embeddings_are_pooled_last_hidden_states(lm: Any, pooling: Any, normalize: bool) -> None:
-    """Embeddings equal the last hidden states of separate runs, pooled per sequence and normalized
-    if requested.
-    """
+    """Embeddings are the last states of separate runs, pooled per sequence, normalized if asked."""
     batch = mixed_batch()
     status, outputs, _ = decode(
         *lm, empty_state(lm), batch, output="embeddings", pooling=pooling, normalize=normalize

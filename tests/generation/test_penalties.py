@@ -62,9 +62,7 @@ def test_dry_equals_llama_cpp_vectors(
     last_n: int,
     breaker: int,
 ) -> None:
-    """Probabilities equal the vectors of test_dry, tests/test-sampling.cpp; the base is 1.1
-    throughout.
-    """
+    """Probabilities equal the vectors of test_dry, tests/test-sampling.cpp, whose base is 1.1."""
     scores = np.full((1, len(after)), np.log(1 / len(after)), np.float32)
     processor = DryPenalty(multiplier, 1.1, allowed, last_n, np.array([breaker], np.int32))
     np.testing.assert_allclose(
@@ -94,9 +92,7 @@ def test_presence_and_frequency_count_only_sampled_tokens() -> None:
 
 
 def test_penalties_count_real_tokens_not_empty_slots() -> None:
-    """Slots beyond a row's length are empty, whichever ids they hold; token 0 is a token like any
-    other.
-    """
+    """Slots beyond a row's length are empty whatever they hold; token 0 is like any other."""
     x = np.ones((1, 4), np.float32)
     garbage = make_context([[2, 0, 0, 3, 3]]).replace(length_B=jnp.array([3], jnp.int32))
     for context in (make_context([[2, 0, 0]]), garbage):

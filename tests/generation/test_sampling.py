@@ -177,9 +177,7 @@ def test_row_keys_are_unique_and_prefix_stable() -> None:
 
 
 def test_row_keys_use_all_64_seed_bits() -> None:
-    """Seeds that differ in any bit give different keys, and seeds of up to 32 bits give JAX's own
-    keys.
-    """
+    """Seeds that differ in any bit give different keys; up to 32 bits, JAX's own keys."""
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
     data = {jax.random.key_data(row_keys(seed, 1)).tobytes() for seed in seeds}
     assert len(data) == len(seeds)
@@ -189,9 +187,7 @@ def test_row_keys_use_all_64_seed_bits() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "mirostat_eta"])
 def test_disabled_option_leaves_row_bits_unchanged(name: str) -> None:
-    """Every second row enables one option; the other rows' scores equal their logits
-    bit for bit.
-    """
+    """Every second row enables one option; the other rows' scores keep their logits' bits."""
     off, on = SETTINGS[name]
     context = make_context(4)
     if name == "begin_suppress_tokens":
@@ -306,9 +302,7 @@ def test_sampling_chain_works_under_vmap_and_loop() -> None:
 
 
 def test_list_options_are_padded_to_powers_of_two() -> None:
-    """Lists of 0 to 32 tokens have three shapes (8, 16, 32), so a growing list
-    recompiles rarely.
-    """
+    """Lists of 0 to 32 tokens have three shapes (8, 16, 32): growing ones recompile rarely."""
     shapes = {
         tuple(leaf.shape for leaf in jax.tree.leaves(make_sampler(suppress_tokens=range(n))))
         for n in range(33)
@@ -317,9 +311,7 @@ def test_list_options_are_padded_to_powers_of_two() -> None:
 
 
 def test_processor_classes_have_distinct_tree_structures() -> None:
-    """JAX compares only a dataclass's static data, so equal structures would share one compiled
-    program.
-    """
+    """JAX compares only a dataclass's static data: equal structures would share a program."""
     every = make_sampler(**FIXED, **{name: on for name, (_, on) in SETTINGS.items()}).processors
     structures = [jax.tree.structure(jax.tree.map(lambda _: 0, p)) for p in every]
     assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
@@ -341,9 +333,7 @@ def test_processor_order_is_fixed() -> None:
 
 
 def test_sample_refuses_nonfinite_rows() -> None:
-    """A row with NaN, with infinity or with only -inf raises NonFiniteError; inside jit nothing can
-    be raised.
-    """
+    """NaN, infinity or only -inf in a row raises NonFiniteError; in jit nothing can raise."""
     good_V = np.zeros(9, np.float32)
     masked_V = np.where(np.arange(9) == 4, np.float32(0), -np.inf).astype(np.float32)
     key = jax.random.key(0)

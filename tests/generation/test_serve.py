@@ -94,9 +94,7 @@ def check_equals_generate(lm: Any, request: Request, events: list[Event]) -> Non
 
 @in_both("lm")
 def test_served_requests_equal_generate(lm: Any) -> None:
-    """Twelve requests on three rows get the tokens, log-probabilities and finish reasons of
-    generate.
-    """
+    """Twelve requests on three rows get the tokens, scores and finish reasons of generate."""
     requests = [make_request(i) for i in range(12)]
     eos = run_generate(lm, requests[4])[0][3]
     requests[4] = make_request(4, eos_token_ids=[999, eos])
@@ -127,9 +125,7 @@ def test_results_are_independent_of_scheduling(order: list[int], chunk: int, bur
 
 
 def test_source_is_read_only_when_row_is_free(lm: Any) -> None:
-    """Requests stay in the source until a row is free, and every event has the step's
-    statistics.
-    """
+    """Requests stay in the source until a row is free; every event has its step's statistics."""
     pulled: list[int] = []
 
     def source() -> Iterator[Request]:
@@ -199,9 +195,7 @@ def test_invalid_requests_fail_individually(lm: Any) -> None:
 
 
 def test_nan_request_does_not_affect_batch() -> None:
-    """A request with NaN logits ends as NON_FINITE, and the other requests' tokens are
-    unchanged.
-    """
+    """A request with NaN logits ends as NON_FINITE; the other requests' tokens are unchanged."""
     model, params = random_model("llama")
     good = [make_request(i, prompt=[1, 2, 3 + i]) for i in range(4)]
     expected = tokens_by_id(events_by_id(serve(model, params, good, **SHAPE)))

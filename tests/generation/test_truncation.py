@@ -95,9 +95,7 @@ def test_processors_equal_llama_cpp_vectors(
     ],
 )
 def test_truncation_equals_transformers_warpers(ours: Any, warper: Any, value: float) -> None:
-    """min-p, typical, epsilon and eta cutoffs equal transformers' warpers, also if tokens are
-    already masked.
-    """
+    """min-p, typical, epsilon and eta cutoffs equal transformers', also after other masks."""
     x = np.concatenate([logits(4, 131), logits(3, 131, seed=1) / 30])
     x[1, ::3] = -np.inf  # already masked
     expected = warper(value)(None, torch.tensor(x)).numpy()

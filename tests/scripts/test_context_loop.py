@@ -44,9 +44,7 @@ def run(
 
 
 def test_captures_replay(run: list[Path], shallow: Any) -> None:
-    """Replaying a captured cache and token reproduces logits and decision bit for bit; culled
-    tokens get no attention.
-    """
+    """Replaying a captured cache and token gives the same bits; culled tokens get no attention."""
     lm = jaxllm.load(shallow("llama"))
     assert len(run) == STEPS
     assert (run[0].parent / "brightness.png").read_bytes().startswith(PNG)
@@ -72,9 +70,7 @@ def test_captures_replay(run: list[Path], shallow: Any) -> None:
 
 
 def test_repaired_text_equals_run_without_culled_tokens() -> None:
-    """After full repair, logits equal a forward pass over only the kept tokens at
-    their positions.
-    """
+    """After full repair, logits equal a pass over the kept tokens at their positions."""
     model, params = random_model("llama")
     prompt = tokens(1, 9)[0].tolist()
     turns = context_loop.run_loop(model, params, prompt, steps=60, budget=ROOMY)
@@ -105,9 +101,7 @@ def test_changed_cache_is_detected() -> None:
 
 
 def test_decide_culls_dimmest_except_sinks_and_recent() -> None:
-    """decide culls the tokens of least brightness, never sinks or recent tokens, and nothing with
-    keep=0.
-    """
+    """decide culls the least bright tokens, never sinks or recent ones; none with keep=0."""
     brightness_P = np.array([0.0, 0.9, 0.3, np.nan, 0.1, 0.5, 0.2, 0.0, 0.0, np.nan], np.float32)
     budget = Budget(keep=6, sinks=1, recent=2, repair=2)
     assert context_loop.decide(brightness_P, budget) == Decision((4, 6), (5, 7))
@@ -115,9 +109,7 @@ def test_decide_culls_dimmest_except_sinks_and_recent() -> None:
 
 
 def test_brightness_is_moving_average() -> None:
-    """Brightness is the moving average of attention shares and begins with a token's
-    first share.
-    """
+    """Brightness is a moving average of attention shares, from a token's first share on."""
     before_P = np.array([0.5, 0.5, np.nan, np.nan], np.float32)
     mass_S = np.array([2.0, 0.0, 0.0, 6.0], np.float32)
     position_S = np.array([0, -3, -1, 2])  # the token at position 1 was culled, one slot is empty

@@ -63,9 +63,7 @@ def test_checkpoint_loads_in_transformers_and_jaxllm(small: str, tmp_path: Path)
 
 
 def test_shards_equal_single_file_and_index(small: str, tmp_path: Path) -> None:
-    """A sharded checkpoint holds the tensors of the single file, and its index names the shard of
-    each.
-    """
+    """A sharded checkpoint has the tensors of the single file, and its index names each shard."""
     whole = make(small, tmp_path / "whole", layers=2)
     parts = make(small, tmp_path / "parts", layers=2, shards=3)
     assert whole.keys() == parts.keys()
@@ -112,9 +110,7 @@ def test_failure_leaves_no_files(
 
 
 def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
-    """The tokenizer's files are copied, files of other kinds are not, and a missing tokenizer.json
-    raises.
-    """
+    """Tokenizer files are copied, others are not, and a missing tokenizer.json raises."""
     source = tmp_path / "source"
     source.mkdir()
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
@@ -127,9 +123,7 @@ def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
 
 
 def test_fields_replace_config_values(small: str, tmp_path: Path) -> None:
-    """fields changes the vocabulary of a published shape; a field that the kind lacks
-    is refused.
-    """
+    """fields changes a published shape's vocabulary; a field that the kind lacks is refused."""
     make(small, tmp_path / "m", layers=1, fields={"vocab_size": 77})
     assert open_hf(tmp_path / "m").config.vocab_size == 77
     with pytest.raises(ValueError, match="no field vocab"):

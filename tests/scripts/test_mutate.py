@@ -72,9 +72,7 @@ def test_library():
 
 
 def test_every_fault_matches_source_and_tests_exist() -> None:
-    """Every fault of the tables matches its source once, has a unique name, and names existing
-    tests.
-    """
+    """Every fault matches its source once, has a unique name, and names existing tests."""
     assert len(FAULTS) >= 60
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert [fault.name for fault in FAULTS if mutate.is_stale(fault, ROOT)] == []

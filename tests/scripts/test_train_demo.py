@@ -42,9 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("arch", BOTH)
 def test_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path: Path) -> None:
-    """A trained model loads in transformers and jaxllm with its dtype, README and
-    equal token ids.
-    """
+    """A trained model loads in transformers and jaxllm with dtype, README and equal ids."""
     train_demo.make_model(arch, tmp_path, steps=1, seed=0)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / arch, output_loading_info=True

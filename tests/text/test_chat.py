@@ -200,9 +200,7 @@ def test_malformed_template_is_refused_at_construction(source: str) -> None:
     ],
 )
 def test_unsafe_expressions_raise_template_error(source: str) -> None:
-    """Access to Python internals, mutation, imports and failing expressions raise a printable
-    TemplateError.
-    """
+    """Python internals, mutation, imports and failing expressions raise a printable error."""
     with pytest.raises(TemplateError) as error:
         ChatTemplate(source).render(HI)
     assert str(error.value).isprintable()
@@ -264,9 +262,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_stopped_in_any_thread(name: str) -> None:
-    """Templates with unbounded time, memory or output raise TemplateError in less than 3 seconds of
-    thread time.
-    """
+    """Unbounded time, memory or output raises TemplateError within 3 seconds of thread time."""
     outcome: list[BaseException | str] = []
     seconds: list[float] = []
 

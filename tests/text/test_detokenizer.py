@@ -34,9 +34,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def test_detokenizer_pieces_join_to_decoded_text(tokenizer: Tokenizer) -> None:
-    """For any text the joined pieces equal decode, without replacement characters, and flush adds
-    nothing.
-    """
+    """Joined pieces equal decode without replacement characters, and flush adds nothing."""
 
     @given(TEXTS)
     def check(text: str) -> None:
@@ -92,9 +90,7 @@ def test_detokenizer_emits_character_with_its_last_byte(
 def test_detokenizer_replaces_invalid_bytes_promptly(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Invalid bytes become replacement characters as soon as they cannot start a valid
-    character.
-    """
+    """Invalid bytes become replacement characters once they cannot start a character."""
     tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
     stray, lead = byte(tokenizer, 0x80), byte(tokenizer, 0xF0)
     assert pieces(tokenizer, [stray] * 3) == ["\ufffd", "\ufffd", "\ufffd", ""]

@@ -257,9 +257,7 @@ def test_every_family_has_test_template() -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_family_template_rendering_equals_transformers(family: str, tmp_path: Path) -> None:
-    """Every conversation renders as in transformers, and conversations that transformers refuses
-    raise an error.
-    """
+    """Conversations render as in transformers, and raise where transformers refuses them."""
     tokenizer = save_tokenizer(TEMPLATES[family], tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     rendered = 0

@@ -39,9 +39,7 @@ def test_stop_strings_equal_plain_search(pieces: list[str], strings: list[str]) 
 
 
 def test_stop_strings_hold_back_possible_prefixes() -> None:
-    """Text that may begin a stop string is held back until it is resolved, and flush
-    releases it.
-    """
+    """Text that may begin a stop string is held back until resolved; flush releases it."""
     stop = StopStrings(["END", "\n\n"])
     assert [stop.push(p) for p in ("one", " E", "N", "x\n", "a", "\n", "\nb")] == [
         "one", " ", "", "ENx", "\na", "", "",

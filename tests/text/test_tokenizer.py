@@ -112,9 +112,7 @@ def test_hiding_special_tokens_costs_lookups_only() -> None:
 def test_encode_splits_special_tokens_in_vocabulary(
     model: dict[str, Any], write_json: Callable[[str, Any], Path]
 ) -> None:
-    """A special token that is also a vocabulary entry is split in text, and parsed only with
-    parse_special.
-    """
+    """A special token in the vocabulary too is split in text, and parsed by parse_special."""
     content = tree([], model=model, added_tokens=[added(3, "<s>")])
     tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", content))
     assert tokenizer.encode("<s>") == [0, 1, 2]
@@ -240,9 +238,7 @@ def test_missing_ids_are_all_others(
 def test_null_and_unknown_special_tokens_have_no_id(
     write_json: Callable[[str, Any], Path],
 ) -> None:
-    """A special token that is null or not in the vocabulary has the id None; a known
-    one is used.
-    """
+    """A special token that is null or unknown has the id None; a known one is used."""
     write_json("tokenizer.json", tree({"a": 0, "</s>": 1, "!": 2}))
     config = {"eos_token": None, "bos_token": "<nowhere>", "pad_token": "!"}
     tokenizer = Tokenizer.from_directory(write_json("tokenizer_config.json", config))
@@ -352,9 +348,7 @@ def test_text_package_imports_no_array_library() -> None:
 
 
 def test_tokenizer_file_precedence(byte_level: Path, spm: Path, tmp_path: Path) -> None:
-    """vocab.json and merges.txt take precedence over tokenizer.model, and
-    tokenizer.json over both.
-    """
+    """vocab.json and merges.txt come before tokenizer.model, tokenizer.json before both."""
     for path in (*byte_level.iterdir(), *spm.iterdir()):
         shutil.copy(path, tmp_path)
     assert Tokenizer.from_directory(tmp_path).id("<|endoftext|>") is not None
@@ -367,9 +361,7 @@ def test_tokenizer_file_precedence(byte_level: Path, spm: Path, tmp_path: Path) 
 def test_mutated_tokenizer_json_raises_only_own_errors(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Random changes of tokenizer.json load, or raise CheckpointError or TokenError, and nothing
-    else.
-    """
+    """Random changes of tokenizer.json load, or raise CheckpointError or TokenError."""
     fields = {"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}}
     content = tree({"a": 0, "<s>": 1}, added_tokens=[added(1, "<s>")], **fields)
     node, depth = content, data.draw(st.integers(0, 4))

@@ -41,9 +41,7 @@ def test_check_regex_accepts_published_patterns(name: str) -> None:
 
 @pytest.mark.parametrize("regex", [*SUPERLINEAR, *UNPARSED])
 def test_check_regex_refuses_patterns_without_cost_bound(regex: str) -> None:
-    """Patterns with superlinear backtracking, and patterns that the checker cannot parse, are
-    refused.
-    """
+    """Patterns with superlinear backtracking, or beyond the checker, are refused."""
     with pytest.raises(CheckpointError, match=r"the tokenizer: the regex .* is rejected"):
         check_regex(regex, "the tokenizer")
 
@@ -91,9 +89,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", INVALID)
 def test_tokenizer_json_with_unbounded_work_is_refused(name: str, tmp_path: Path) -> None:
-    """Growing normalizers, long steps, unsafe regexes and malformed fields raise an error that
-    names the file.
-    """
+    """Growing normalizers, long steps, unsafe regexes, malformed fields raise with the file."""
     changes, words = INVALID[name]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree(**changes)))
     with pytest.raises(CheckpointError, match=words) as caught:

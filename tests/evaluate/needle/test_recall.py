@@ -48,9 +48,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_probe_is_deterministic_except_fact_position(style: str) -> None:
-    """make_probe depends only on its seed, and depth moves the fact without changing the rest of
-    the text.
-    """
+    """A probe depends on its seed alone; depth moves the fact and leaves the rest of the text."""
     made = [make_probe(encode, style, length=1000, depth=d, seed=5) for d in (0, 0.5, 1)]
     assert made[0] == make_probe(encode, style, length=1000, depth=0, seed=5)
     assert made[0] != make_probe(encode, style, length=1000, depth=0, seed=6)
@@ -203,9 +201,7 @@ def test_recall_cells_are_ordered_by_policy_length_depth() -> None:
 
 
 def test_recall_refuses_unsupported_policies_by_name() -> None:
-    """A model with learned positions refuses policies that move tokens, by name, and texts longer
-    than its context.
-    """
+    """A model with learned positions refuses policies that move tokens, by name, and long texts."""
     model, params = random_model("gpt2")
     options: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
     for name in ("sinks", "window", "heavy", "pooled"):
@@ -258,9 +254,7 @@ def test_self_extend_policy_requires_long_enough_model() -> None:
 def test_recall_command_writes_table_json_and_picture(
     run: Run, shallow: Any, tmp_path: Path
 ) -> None:
-    """`recall` prints a table per policy, writes the cells as JSON and a PNG, and logs the chance
-    level.
-    """
+    """`recall` prints a table per policy, writes JSON and a PNG, and logs the chance level."""
     out, picture = tmp_path / "cells.json", tmp_path / "recall.png"
     options = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
     files = ("--out", out, "--picture", picture)
