@@ -14,35 +14,17 @@ from tests.conftest import ROOT, Run
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-# Other test files cover the other pages.
+# Other test files cover the other pages. The slow ones run in `make test-more`.
 PAGES = (
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in [
-            "all_of_it",
-            "batch",
-            "cache",
-            "cli",
-            "compress",
-            "evaluation",
-            "generation",
-            "glossary",
-            "grammar",
-            "guarantees",
-            "heads",
-            "index",
-            "lens",
-            "long_context",
-            "quantization",
-            "rl",
-            "steering",
-            "training",
-            "trees",
-            "tutorial",
-        ]
-    ),
+    *("batch", "cache", "cli", "evaluation", "generation", "glossary", "grammar", "guarantees"),
+    *("heads", "index", "lens", "long_context", "quantization", "steering", "trees", "tutorial"),
 )
+SLOW_PAGES = ("all_of_it", "compress", "rl", "training")
+EACH_PAGE = [
+    "README.md",
+    *(f"docs/{name}.md" for name in PAGES),
+    *(pytest.param(f"docs/{name}.md", marks=pytest.mark.more) for name in SLOW_PAGES),
+]
 OUTPUTS = {  # files that the commands of a page write
     "README.md": ("story.gguf", "story-int4/config.json", "story-gptq/config.json"),
     "docs/batch.md": ("answers.jsonl", "vectors.jsonl"),
@@ -69,7 +51,7 @@ def run_in_shell(command: str, folder: Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", EACH_PAGE)
 def test_page_runs_in_order(
     page: str,
     run: Run,
@@ -117,9 +99,7 @@ def test_readme_install_commands_match_makefile() -> None:
 
 
 def test_relative_links_resolve_and_pages_are_linked() -> None:
-    """Relative links of README, CONTRIBUTING and every page resolve, and README links to every
-    page.
-    """
+    """Relative links of README, CONTRIBUTING and pages resolve; README links to every page."""
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([\w./-]+\.\w+)[)#]", file.read_text(encoding="utf-8")):
             assert (file.parent / link).exists(), f"{file.name}: {link}"

@@ -188,9 +188,7 @@ def test_prompt_lookup_is_accepted_on_repetitive_text(monkeypatch: pytest.Monkey
 
 
 def test_returned_cache_continues_as_one_run() -> None:
-    """The returned cache holds the text without its last token, and continuing from it equals one
-    long run.
-    """
+    """The returned cache lacks the last token, and continuing from it equals one long run."""
     model, params = TARGET
     long = jaxllm.generate(model, params, tokens(3, 9), max_new_tokens=20)
     draft = random_model("llama", seed=5)
@@ -232,7 +230,7 @@ def test_nan_rows_and_nan_drafts_are_isolated() -> None:
 
 # The joint distribution of several tokens. With a vocabulary of 4, each of 256 texts is frequent.
 
-VOCAB, NEW, ROWS = 4, 4, 20_000
+VOCAB, NEW, ROWS = 4, 4, 10_000
 SMALL: Any = {
     "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2,
@@ -326,8 +324,8 @@ def pair() -> Any:
 @pytest.mark.parametrize(
     ("name", "lookup"),
     [
-        ("context, memory", False),
         ("temperature, top-k", True),
+        ("context, memory", False),
         pytest.param("temperature, top-k", False, marks=pytest.mark.full),
     ],
 )
@@ -399,9 +397,7 @@ def test_row_draws_are_independent_of_batch() -> None:
 def test_speculative_does_not_recompile_for_new_values(
     compiled: list[str],
 ) -> None:
-    """After one call, other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile
-    nothing.
-    """
+    """Other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile nothing."""
     small_call(tokens(3, 9))
     before = len(compiled)
     for seed, temperature in enumerate([0.0, 0.5, 2.0]):

@@ -137,6 +137,7 @@ def test_family_table_has_small_differences(tmp_path: Path) -> None:
     assert cells[-2:] == ["4 of 4", "exact"]
 
 
+@pytest.mark.more
 def test_first_token_lists_all_stages(capsys: Printed) -> None:
     """The table of the first token has a row for import, tracing, compiling and both tokens."""
     first_token.main(["-m", str(ROOT / "jaxllm/demo/llama"), "--repetitions", "1"])

@@ -1,4 +1,4 @@
-"""A running `jaxllm serve demo:llama` for the tests of this folder."""
+"""A running `jaxllm serve` of two layers of demo:llama for the tests of this folder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +12,9 @@ NAMES = ("demo", "gpt-4o", "demo:llama")
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    with start_server(*(f"--name={name}" for name in NAMES), "--rows", "16") as running:
+def server(shallow: Any) -> Iterator[RunningServer]:
+    names = [f"--name={name}" for name in NAMES]
+    with start_server(*names, "--rows", "16", model=str(shallow("llama"))) as running:
         yield running
 
 
@@ -30,5 +31,5 @@ def client(server: RunningServer) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def lm() -> Any:
-    return jaxllm.load("demo:llama")
+def lm(shallow: Any) -> Any:
+    return jaxllm.load(shallow("llama"))

@@ -149,9 +149,7 @@ def test_prompts_name_special_tokens(server: RunningServer, lm: Any) -> None:
 
 
 def test_text_offsets_index_the_text(server: RunningServer) -> None:
-    """A token begins where its text is: special tokens have none, and parts of a character begin
-    with it.
-    """
+    """A token begins at its text; special ones have none, parts of a character begin with it."""
     echo = {"prompt": "Once", "max_tokens": 0, "echo": True, "logprobs": 0}
     _, found = post(server, "/v1/completions", echo)
     logprobs = found["choices"][0]["logprobs"]
@@ -177,12 +175,18 @@ def test_two_answers_at_end_are_refused(server: RunningServer) -> None:
     assert post(server, "/v1/chat/completions", {**body, "add_generation_prompt": True})[0] == 200
 
 
-def test_template_gets_reasoning_effort(tmp_path: Path) -> None:
+def test_template_gets_reasoning_effort(tmp_path: Path, shallow: Any) -> None:
     """OpenAI's field is a variable of the template; a capacity beyond the context is cut to it."""
     template = tmp_path / "chat.jinja"
     template.write_text("{{ reasoning_effort or 'no' }} {{ enable_thinking or 'off' }}", "utf-8")
     with start_server(
-        "--chat-template", str(template), "--rows", "1", "--capacity", "4096"
+        "--chat-template",
+        str(template),
+        "--rows",
+        "1",
+        "--capacity",
+        "4096",
+        model=str(shallow("llama")),
     ) as server:
         body = {**CHAT, "add_generation_prompt": True}
         assert post(server, "/apply-template", body)[1]["prompt"] == "no off"

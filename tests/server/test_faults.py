@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import jaxllm
 from scripts.tools.hostile.client import Connection, encode_request
 from scripts.tools.hostile.server import Server, start_server
 
@@ -35,8 +36,9 @@ def running() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def expected(lm: Any) -> Any:
+def expected() -> Any:
     """What `LM.generate` returns for GOOD."""
+    lm = jaxllm.load("demo:llama")
     return lm.generate(PROMPT, max_new_tokens=NEW, min_new_tokens=NEW, temperature=0.8, seed=3)
 
 

@@ -1,20 +1,15 @@
 """Conveniences of OpenAI's client: parsed answers, stream events, raw answers, retries."""
 
-import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 
-from tests.server.processes import RunningServer, make_client, start_server
+from tests.server.processes import make_client, start_server
 
 ASK: dict[str, Any] = {
     "model": "demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 2,
@@ -69,62 +64,30 @@ def test_raw_answers_have_request_ids(client: Any) -> None:
         assert list(streamed.iter_lines())[-2] == "data: [DONE]"
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[RunningServer]:
-    """A server with one row, at which nobody may wait."""
-    with start_server("--name", "demo", "--rows", "1", "--max-waiting", "0") as running:
-        yield running
-
-
-def retry_until_answered(server: RunningServer, begin: Callable[[], None]) -> list[Any]:
-    """Return `(status, time)` of each try of a client that retries, after `begin`."""
+def test_client_retries_until_row_is_free() -> None:
+    """A full server answers 429 with Retry-After, which OpenAI's client waits for."""
     tries: list[Any] = []
 
     def record(response: Any) -> None:
         tries.append((response.status_code, time.monotonic(), response.headers))
 
     http = openai.DefaultHttpxClient(event_hooks={"response": [record]})
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=60, http_client=http
-    ) as client:
-        client.completions.create(model="demo", prompt="x", max_tokens=1)
+    options: Any = {"model": "demo", "prompt": "x"}
+    with (
+        start_server("--name", "demo", "--rows", "1", "--max-waiting", "0") as small,
+        openai.OpenAI(
+            base_url=f"{small.url}/v1", api_key="none", max_retries=60, http_client=http
+        ) as client,
+        make_client(small.url) as other,
+    ):
+        client.completions.create(**options, max_tokens=1)
         tries.clear()
-        begin()
-        client.completions.create(model="demo", prompt="x", max_tokens=1)
-    return tries
-
-
-def check_tries(tries: list[Any], status: int) -> None:
-    """Check that all tries but the last had this status, and the pauses that it asked for."""
-    assert [s for s, _, _ in tries] == [status] * (len(tries) - 1) + [200] and len(tries) > 1
+        with other.completions.create(
+            **options, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(stream)
+            client.completions.create(**options, max_tokens=1)
+    assert [status for status, _, _ in tries] == [429] * (len(tries) - 1) + [200]
+    assert len(tries) > 1
     for (_, before, headers), (_, after, _) in itertools.pairwise(tries):
         assert int(headers["retry-after"]) == 2 <= after - before
-
-
-def test_client_retries_until_row_is_free(small: RunningServer) -> None:
-    """A full server answers 429 with Retry-After, which OpenAI's client waits for."""
-    with make_client(small.url) as other, contextlib.ExitStack() as streams:
-
-        def occupy() -> None:
-            stream = other.completions.create(
-                model="demo", prompt="x", max_tokens=500, stream=True,
-                extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            next(streams.enter_context(stream))
-
-        check_tries(retry_until_answered(small, occupy), 429)
-
-
-def test_client_retries_until_model_is_back(small: RunningServer) -> None:
-    """While the model is loaded again the answer is 503, likewise."""
-
-    def kill_model() -> None:
-        listed = subprocess.run(
-            ["pgrep", "-P", str(small.process.pid), "-f", "spawn_main"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        (model,) = listed.stdout.split()
-        os.kill(int(model), signal.SIGKILL)
-        time.sleep(0.5)
-
-    check_tries(retry_until_answered(small, kill_model), 503)

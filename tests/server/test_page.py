@@ -136,8 +136,7 @@ def test_choice_returns_ids_within_a_character() -> None:
 
 
 def test_colors_have_contrast() -> None:
-    """Texts have a contrast of 4.5 at least to what is behind them (WCAG 2.2, 1.4.3), in both
-    schemes."""
+    """Texts have a contrast of 4.5 to what is behind them (WCAG 2.2, 1.4.3), in both schemes."""
     css = (PAGE / "page.css").read_text("utf-8")
     light, dark = (dict(re.findall(r"--([\w-]+): #(\w{6})", block))
                    for block in re.findall(r":root \{(.*?)\}", css, re.DOTALL))  # fmt: skip
@@ -161,12 +160,19 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser) -> None:
+@pytest.fixture(scope="module")
+def stories(browser: Browser) -> Iterator[RunningServer]:
+    """A server of demo:llama with all its layers, if there is a browser."""
+    with start_server(*(f"--name={name}" for name in NAMES), "--rows", "16") as running:
+        yield running
+
+
+def test_chat_streams_stops_and_repeats(stories: RunningServer, browser: Browser) -> None:
     """A message is answered, Again gives another answer, and Stop ends a long one.
 
     A reload keeps the conversation, and Edit takes the last question back.
     """
-    browser.open(f"{server.url}/#text=Once upon a time there was a cat.")
+    browser.open(f"{stories.url}/#text=Once upon a time there was a cat.")
     browser.wait(f"{IDLE} && document.querySelector('#prompt').value")
     names = browser.run("[...document.querySelectorAll('#model option')].map((x) => x.value)")
     assert names == list(NAMES)
@@ -185,7 +191,7 @@ def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser)
     browser.wait(IDLE)
     assert 0 < len(browser.run("document.querySelector('.assistant').textContent")) < 1200
     assert browser.run("document.querySelectorAll('#log li').length") == 3
-    browser.open(f"{server.url}/#view=chat")
+    browser.open(f"{stories.url}/#view=chat")
     browser.wait(f"{IDLE} && document.querySelectorAll('#log li').length === 3")
     browser.run("document.querySelectorAll('.tools button')[2].click()")
     browser.wait("document.querySelector('#prompt').value")
@@ -200,9 +206,9 @@ def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser)
     assert not browser.problems
 
 
-def test_branches_fork_append_and_continue(server: RunningServer, browser: Browser) -> None:
+def test_branches_fork_append_and_continue(stories: RunningServer, browser: Browser) -> None:
     """A fork has its parent's first tokens; switching shows each branch as it was."""
-    browser.open(f"{server.url}/#view=branches&text={TEXT}")
+    browser.open(f"{stories.url}/#view=branches&text={TEXT}")
     browser.wait(LOOKED)
     assert browser.run("document.querySelector('#tokens').textContent") == TEXT
     browser.run("document.querySelector('#model').value = 'demo:llama'")
@@ -264,9 +270,9 @@ def test_page_takes_key_and_continues_text(browser: Browser, tmp_path: Path) -> 
     browser.wait("document.querySelector('#alert').textContent.includes('Is it still running?')")
 
 
-def test_tokens_fork_with_the_keyboard(server: RunningServer, browser: Browser) -> None:
+def test_tokens_fork_with_the_keyboard(stories: RunningServer, browser: Browser) -> None:
     """The arrow keys move between tokens, and Enter forks; a narrow window has no overflow."""
-    browser.open(f"{server.url}/#view=branches&text={TEXT}", width=360, height=700, dark=True)
+    browser.open(f"{stories.url}/#view=branches&text={TEXT}", width=360, height=700, dark=True)
     browser.wait(LOOKED)
     assert browser.run("document.documentElement.scrollWidth") == 360
     browser.run("document.querySelector('.token[tabindex=\"0\"]').focus()")

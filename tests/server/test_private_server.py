@@ -43,7 +43,7 @@ class Private(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory: pytest.TempPathFactory, lm: Any) -> Iterator[Private]:
+def private(tmp_path_factory: pytest.TempPathFactory, lm: Any, shallow: Any) -> Iterator[Private]:
     folder: Path = tmp_path_factory.mktemp("private")
     made = random_adapter(lm.config, lm.params, LoraConfig(r=2, target_modules="all-linear"))
     write_adapter(folder / "style", made, lm.config)
@@ -52,10 +52,11 @@ def private(tmp_path_factory: pytest.TempPathFactory, lm: Any) -> Iterator[Priva
     with start_server(
         "--unix", str(folder / "s"), "--adapter", f"style={folder / 'style'}",
         "--api-key-file", str(folder / "keys"), "--public-prefix", str(folder / "rules"),
-        "--rows", "2", "--draft", "lookup", "--draft-tokens", "3",
+        "--rows", "2", "--draft", "lookup", "--draft-tokens", "3", "--name", "demo:llama",
+        model=str(shallow("llama")),
     ) as running:  # fmt: skip
         assert running.url == f"unix:{folder / 's'}"
-        both = jaxllm.load("demo:llama", adapters={"style": folder / "style"})
+        both = jaxllm.load(shallow("llama"), adapters={"style": folder / "style"})
         yield Private(str(folder / "s"), both)
     assert not (folder / "s").exists()
 
