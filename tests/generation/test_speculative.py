@@ -20,7 +20,7 @@ from jaxllm.generation.loops.draft import (
     residual,
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
-from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.finish import Finish, mask_draft
 from jaxllm.generation.loops.speculative import SpeculativeResult, speculative_generate
 from jaxllm.generation.sampling.sampler import (
     Context,
@@ -383,6 +383,14 @@ def test_residual_equals_values_by_hand() -> None:
     np.testing.assert_allclose(residual(p, q), [[0.5, 0.0, 0.5]])
     np.testing.assert_allclose(residual(p, p), p)
     np.testing.assert_allclose(residual(p, 0 * p), p)
+
+
+def test_draft_ends_at_limit_missing_token_or_end() -> None:
+    """`mask_draft` keeps the room's tokens, none after a missing one, and an end itself."""
+    draft_BK = jnp.array([[7, 8, 9], [7, 8, 9], [7, -1, 9], [7, 8, 9]])
+    ends_BK = jnp.zeros((4, 3), bool).at[3, 0].set(True)
+    masked = mask_draft(draft_BK, jnp.array([3, 1, 3, 3]), ends_BK)
+    assert masked.tolist() == [[7, 8, 9], [7, -1, -1], [7, -1, -1], [7, -1, -1]]
 
 
 def test_row_draws_are_independent_of_batch() -> None:
