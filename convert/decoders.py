@@ -17,6 +17,7 @@ from jaxllm.convert.tables import (
 )
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import DecoderConfig
+from jaxllm.models.hybrid_attention import LocalRopeConfig
 
 FIELDS = (
     Field("vocab_size", "vocab_size", REQUIRED),
@@ -39,7 +40,9 @@ PARTIAL_ROTARY_FACTOR = "partial_rotary_factor"
 DIVISOR_FIELDS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 ROPE_FIELD_NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-ROPE_SETTINGS = frozenset({"type", *(field.name for field in dataclasses.fields(Rope))})
+ROPE_SETTINGS = frozenset(
+    {"type", "max_position_embeddings", *(field.name for field in dataclasses.fields(Rope))}
+)
 # Like `COMMON_ALLOWED`, for rotary settings.
 ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
     "alpha": (1,),
@@ -198,6 +201,34 @@ def write_rope(rope: Rope, context: int) -> dict[str, Any]:
         settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL_CONTEXT: context}
     data = {"rope_theta": theta, "rope_scaling": None if rope.rope_type == "default" else settings}
     return data if share is None else {**data, "partial_rotary_factor": share}
+
+
+def split_ropes(
+    data: Mapping[str, Any], local_theta: Any
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return config.json with the rotary settings of full layers, and those of sliding ones.
+
+    Settings outside `rope_parameters` are the full layers'; the others then have only a base.
+    """
+    ropes = data.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or not {"full_attention", "sliding_attention"} & set(ropes):
+        return data, {"rope_theta": local_theta}
+    local = ropes.get("sliding_attention")
+    if local is None or isinstance(local, Mapping):
+        local = {"rope_theta": local_theta, **(local or {})}
+    return {**data, "rope_parameters": ropes.get("full_attention")}, {"rope_parameters": local}
+
+
+def write_ropes(config: LocalRopeConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Add the rotary settings of both kinds of layers as transformers 5 has them."""
+    both = {
+        kind: {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
+        for kind, rope in (
+            ("full_attention", config.rope),
+            ("sliding_attention", config.local_rope),
+        )
+    }
+    return {**data, "rope_theta": None, "rope_scaling": None, "rope_parameters": both}
 
 
 def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:

@@ -40,6 +40,12 @@ from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
 from jaxllm.convert.score_head import read_score_head, write_score_head
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
+from jaxllm.convert.text_tower import (
+    OTHER_TOWERS,
+    is_multimodal,
+    select_text_config,
+    select_text_tensors,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import path_exists, path_inside, read_json
 from jaxllm.models import FAMILIES, build, get_family, param_shapes
@@ -99,9 +105,12 @@ def open_hf(
     """
     data = read_model_json(directory) if data is None else data
     config, table = read_config(data, strict=strict)
-    tensors = _rename_tensors(
-        _open_weights(directory, data["model_type"]), config, table, str(directory)
-    )
+    multimodal, ignored, data = is_multimodal(data), unread_fields(data), select_text_config(data)
+    stored = _open_weights(directory, data["model_type"])
+    stored = select_text_tensors(stored) if multimodal else stored
+    tensors = _rename_tensors(stored, config, table, str(directory))
+    if multimodal:  # files and classes disagree on whose tie_word_embeddings counts
+        config = dataclasses.replace(config, tie_word_embeddings=HEAD not in tensors)
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(
             tensors, f"{get_family(config.model_type).token_table}.weight", str(directory)
@@ -130,7 +139,7 @@ def open_hf(
         precision,
         formats,
         file_format=HF_FORMAT,
-        ignored=unread_fields(data),
+        ignored=ignored,
     )
 
 
@@ -145,11 +154,14 @@ def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
 
     Fields that are known to have no effect are not listed.
     """
+    towers = [name for name in OTHER_TOWERS if is_multimodal(data) and name in data]
+    data = select_text_config(data)
     table = TABLES[data["model_type"]]
     names = unknown_fields(
         table, {name: value for name, value in data.items() if name != CONFIG_KEY}
     )
     return (
+        *towers,
         *names,
         *(unknown_rope_settings(data) if "rope_scaling" in table.ignored_fields else ()),
     )
@@ -164,12 +176,15 @@ def read_config(
     is known to change results elsewhere (`COMMON_ALLOWED`), is read or refused. Any other field is
     ignored and listed by `unread_fields`. So is `auto_map`: the code that it names is never run.
 
+    Of a multimodal checkpoint, the text model is read.
+
     Args:
         strict: Whether to refuse fields that would be ignored.
 
     Raises:
         ConfigError: With every field that is missing or has an unsupported value.
     """
+    given, data = data, select_text_config(data)
     kind: _ModelKind = as_schema(data, _ModelKind, "config.json", ConfigError)
     if kind.model_type not in TABLES:
         raise ConfigError(
@@ -178,7 +193,7 @@ def read_config(
         )
     if data.get(CONFIG_KEY) is not None:  # first, since it may explain other complaints
         _read_quantization(data[CONFIG_KEY])
-    if strict and (names := unread_fields(data)):
+    if strict and (names := unread_fields(given)):
         raise ConfigError(
             f"config.json: unknown fields {', '.join(names)}. Drop strict to ignore them"
         )

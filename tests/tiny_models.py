@@ -106,6 +106,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", SQUARE),
+    "olmo3": (
+        "Olmo3",
+        {
+            **SQUARE,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": ROPES["yarn"],
+                "sliding_attention": ROPES["default"],
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **LLAMA,
+            "rope_parameters": {
+                **ROPES["yarn"],
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 97,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "smollm3": ("SmolLM3", {**SQUARE, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "mixtral": (
         "Mixtral",

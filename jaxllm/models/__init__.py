@@ -39,6 +39,8 @@ _NAMES = (
     "gemma3_text",
     "phi3",
     "olmo2",
+    "olmo3",
+    "ministral3",
     "smollm3",
     "granite",
     "mixtral",

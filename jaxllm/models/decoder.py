@@ -140,6 +140,13 @@ class DecoderConfig(ModelConfig):
         """Soft cap on attention scores."""
         return None
 
+    def query_growth(self, layer: int) -> tuple[float, int] | None:
+        """Return beta and L if the layer's queries grow with their position p, else None.
+
+        They are multiplied by 1 + beta ln(1 + floor(p / L)) (Llama 4's temperature of attention).
+        """
+        return None
+
     @property
     def residual_scale(self) -> float:
         """Factor on each sublayer's output before it is added to the stream."""
@@ -182,6 +189,11 @@ class Attention(nn.Module):
         if rope is not None:
             angles = context.angles[c.ropes.index(rope)]
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
+        if (growth := c.query_growth(self.layer)) is not None:
+            beta, length = growth
+            steps_BT = jnp.maximum(context.position_BT, 0) // length
+            grown_BT = 1 + beta * jnp.log1p(steps_BT.astype(jnp.float32))
+            q = q * grown_BT[..., None, None].astype(q.dtype)
         return attend(
             context,
             site,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxllm.config.model import TokenCount
+from jaxllm.config.model import Rope, TokenCount
 from jaxllm.models.decoder import DecoderConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -31,3 +31,16 @@ class HybridAttentionConfig(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window if self.is_sliding(layer) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalRopeConfig(HybridAttentionConfig):
+    """Sliding-window layers have rotary settings of their own, `local_rope`."""
+
+    local_rope: Rope
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        return self.local_rope if self.is_sliding(layer) else self.rope
+
+    def _ropes(self) -> tuple[Rope, ...]:
+        return (self.rope, self.local_rope)

@@ -1,0 +1,75 @@
+"""The text model of a multimodal checkpoint: its part of config.json, and its tensors.
+
+Only the text model is read. For text alone the three coordinates of Qwen's multimodal rotary
+positions are equal, so that they are plain rotary positions.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# The text model's own model_type, if it is not a family's name: the family.
+_FAMILIES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}  # files with the text model's fields on top
+# Defaults of transformers' text classes, which published files leave out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+# The parts of the file that are not text models.
+OTHER_TOWERS = ("vision_config", "audio_config")
+_MROPE = ("mrope_section", "mrope_interleaved")
+_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
+_HEAD = re.compile(r"language_model\.(?=lm_head\.)")
+_OTHER_TENSORS = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
+    r"|embed_vision|embed_audio|vision_embed_tokens|mtp)\."
+)
+
+
+def is_multimodal(data: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a checkpoint with a text model among others."""
+    return isinstance(data.get("text_config"), Mapping) or str(data.get("model_type")) in _FLAT
+
+
+def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text model's config.json; that of a text model unchanged.
+
+    Special ids, the quantization and a tied head may be stated for the whole checkpoint.
+    """
+    if not is_multimodal(data):
+        return data
+    nested = data.get("text_config")
+    text = dict(nested) if isinstance(nested, Mapping) else dict(data)
+    kind = str(text.get("model_type"))
+    family = _FAMILIES.get(kind, _FLAT.get(kind, kind))
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
+    shared = (*shared, "tie_word_embeddings", "quantization_config")
+    for name in shared:
+        if data.get(name) is not None:
+            text.setdefault(name, data[name])
+    ignored = {"architectures", *OTHER_TOWERS}
+    ignored |= {name for name in text if name.endswith("_token_id") and name not in shared}
+    text = {name: value for name, value in text.items() if name not in ignored}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(settings := text.get(name), Mapping):
+            plain = {key: value for key, value in settings.items() if key not in _MROPE}
+            text[name] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
+    return {**_DEFAULTS.get(family, {}), **text, "model_type": family}
+
+
+def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the text model's tensors, by the names of a checkpoint of it alone."""
+    return {
+        _HEAD.sub("", _TEXT.sub("model.", name)): tensor
+        for name, tensor in tensors.items()
+        if not _OTHER_TENSORS.match(name)
+    }
