@@ -28,6 +28,7 @@ class GGUFArchitecture:
         partial_rotary: Whether RoPE may rotate only a part of each head.
         derive: Derives fields from other fields and, when reading, from the keys in `derive_keys`.
         derive_keys: Keys that only `derive` reads.
+        writes_pattern: Whether the layers with a sliding window are listed in the file.
     """
 
     family: Family
@@ -40,6 +41,7 @@ class GGUFArchitecture:
     partial_rotary: bool = False
     derive: DeriveFields = lambda fields, data: {}
     derive_keys: frozenset[str] = frozenset()
+    writes_pattern: bool = False
 
 
 # Fields that all architectures share.

@@ -1,5 +1,6 @@
 """The table of GGUF architectures: what llama.cpp computes for each, as a configuration."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,6 +75,19 @@ def _derive_gemma3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[s
     theta = data.get("rope.freq_base_swa", 10000.0)
     local = Rope(rope_type="default", rope_theta=theta)
     return {**_derive_gemma(fields, data, 6, 62), "local_rope": local}
+
+
+def _derive_olmo3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Every fourth layer has full attention, and the scaling; the others plain rotary settings."""
+    rope = fields["rope"]
+    local = Rope(rope_type="default", rope_theta=rope.rope_theta) if rope else None
+    pattern, count = data.get("attention.sliding_window_pattern"), fields["num_hidden_layers"]
+    slides = (
+        pattern
+        if isinstance(pattern, tuple)
+        else tuple((i + 1) % 4 != 0 for i in _layer_range(count))
+    )
+    return {"layer_types": _layer_types(len(slides), lambda i: slides[i]), "local_rope": local}
 
 
 def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +174,15 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         derive_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
         tensor_flags=BIAS_TENSORS,
     ),
+    "mistral3": GGUFArchitecture(
+        family=FAMILIES["ministral3"],
+        modules=names.LLAMA,
+        fields=(
+            *RMS_NORM,
+            SLIDING_WINDOW,
+            Field("attention.temperature_scale", "llama_4_scaling_beta", 0.0),
+        ),
+    ),
     "phi3": GGUFArchitecture(
         family=FAMILIES["phi3"],
         modules=names.PHI3,
@@ -204,12 +227,37 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         partial_rotary=True,
     ),
 }
-# For files with experts.
-MOE_ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture(
-        family=FAMILIES["mixtral"],
-        modules=names.MIXTRAL,
-        fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
-        allowed_values=ROUTING,
-    ),
+# The text models of Qwen's vision models: for text alone, the sections of positions are equal.
+ARCHITECTURES |= {
+    name: dataclasses.replace(
+        ARCHITECTURES[text],
+        derive_keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
+    )
+    for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"))
 }
+# Architectures that a positive number under a key makes another family: name, key and row.
+VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
+    (
+        "llama",
+        "expert_count",
+        GGUFArchitecture(
+            family=FAMILIES["mixtral"],
+            modules=names.MIXTRAL,
+            fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
+            allowed_values=ROUTING,
+        ),
+    ),
+    (
+        "olmo2",
+        "attention.sliding_window",
+        GGUFArchitecture(
+            family=FAMILIES["olmo3"],
+            modules=names.OLMO2,
+            fields=(*RMS_NORM, SLIDING_WINDOW),
+            derive=_derive_olmo3,
+            writes_pattern=True,
+            derive_keys=frozenset({"attention.sliding_window_pattern"}),
+            tensor_flags=BIAS_TENSORS,
+        ),
+    ),
+)

@@ -29,8 +29,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     _MAGNITUDE: (1.0,),
     f"{_SCALING}yarn_attn_factor": (1.0,),
     f"{_SCALING}yarn_ext_factor": (-1.0, 1.0),
-    f"{_SCALING}yarn_log_multiplier": (0.0,),
 }
+# Ministral 3's: mscale and mscale_all_dim, whose ratio leaves the magnitude of angles at 1.
+_LOG_MULTIPLIER = f"{_SCALING}yarn_log_multiplier"
 ROPE_KEYS = frozenset(
     {
         "rope.freq_base",
@@ -41,6 +42,7 @@ ROPE_KEYS = frozenset(
         _CONTEXT,
         *_YARN.values(),
         *_NEUTRAL,
+        _LOG_MULTIPLIER,
     }
 )
 
@@ -87,6 +89,8 @@ def read_rope(
         fields |= {"rope_type": "linear", "factor": _to_float(factor)}
     elif kind == "yarn":
         yarn = {name: _to_float(data[key]) for name, key in _YARN.items() if key in data}
+        if multiplier := data.get(_LOG_MULTIPLIER):
+            yarn |= {"mscale": _to_float(multiplier), "mscale_all_dim": _to_float(multiplier)}
         context = data.get(_CONTEXT, data.get("context_length"))
         fields |= {"rope_type": "yarn", "factor": _to_float(factor), **yarn}
         fields["original_max_position_embeddings"] = context
@@ -132,12 +136,13 @@ def write_rope(
             )
             return settings, {FREQS: np.asarray(exact, np.float32)}
         case "yarn":
-            magnitude = rope.attention_factor or (rope.mscale and rope.mscale_all_dim)
-            if magnitude or rope.truncate is False:
-                complaints.append("YaRN's attention_factor, mscale and truncate")
+            differ = rope.mscale_all_dim and rope.mscale and rope.mscale != rope.mscale_all_dim
+            if rope.attention_factor or differ or rope.truncate is False:
+                complaints.append("YaRN's attention_factor, unequal mscale and truncate")
             scaling = {f"{_SCALING}type": "yarn", _FACTOR: rope.factor}
             scaling[_CONTEXT] = rope.original_max_position_embeddings
             yarn = {key: getattr(rope, name) for name, key in _YARN.items()}
+            yarn[_LOG_MULTIPLIER] = rope.mscale_all_dim and rope.mscale
             return {**settings, **scaling, **yarn}, {}
         case "longrope":
             scaling = {_CONTEXT: rope.original_max_position_embeddings}

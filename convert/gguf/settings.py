@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.convert.gguf.architecture import ALLOWED, IGNORED, MATH_PREFIXES, GGUFArchitecture
-from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, MOE_ARCHITECTURES
+from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, VARIANTS
 from jaxllm.convert.gguf.header import GGUFHeader, TensorInfo
 from jaxllm.convert.gguf.rotary import ROPE_KEYS, read_rope, write_rope
 from jaxllm.convert.tables import REQUIRED, refuse
@@ -34,9 +34,10 @@ def find_architecture(header: GGUFHeader) -> tuple[str, GGUFArchitecture]:
             f"{header.path}: general.architecture {name!r:.40} is not supported"
             f" (known: {', '.join(ARCHITECTURES)})"
         )
-    experts = header.settings.get(f"{name}.expert_count")
-    if name in MOE_ARCHITECTURES and type(experts) is int and experts:
-        return name, MOE_ARCHITECTURES[name]
+    for architecture, key, row in VARIANTS:
+        count = header.settings.get(f"{name}.{key}")
+        if architecture == name and type(count) is int and count:
+            return name, row
     return name, ARCHITECTURES[name]
 
 
@@ -140,7 +141,7 @@ def write_config(
 
     Raises ConfigError with everything in a configuration that GGUF cannot express.
     """
-    rows = [*ARCHITECTURES.items(), *MOE_ARCHITECTURES.items()]
+    rows = [*ARCHITECTURES.items(), *((name, row) for name, _, row in VARIANTS)]
     candidates = [(n, row) for n, row in rows if type(config) is row.family.config]
     if not candidates:
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
@@ -155,6 +156,9 @@ def write_config(
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {key: getattr(config, name) for key, name, *_ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
+    if row.writes_pattern:
+        slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+        values["attention.sliding_window_pattern"] = np.array(slides)
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):
         context = config.max_position_embeddings
@@ -178,8 +182,8 @@ def _common_value(key: str, value: Any, complaints: list[str]) -> Any:
     """Reduce per-layer values to their common value; keep sliding_window_pattern as a tuple."""
     if not isinstance(value, np.ndarray):
         return value
-    if key.endswith(".sliding_window_pattern"):
-        return tuple(bool(x) for x in value[:MAX_LAYERS])
+    if key.endswith((".sliding_window_pattern", ".dimension_sections")):
+        return tuple(int(x) for x in value[:MAX_LAYERS])
     if value.ndim == 1 and value.size and (value == value[0]).all():
         return value[0].item()
     complaints.append(f"{key} differs from layer to layer, which is not supported")

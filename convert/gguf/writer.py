@@ -39,7 +39,7 @@ FULL_COLUMNS = 1 << 10  # columns; a multiple of every block size
 _TYPES: dict[type, tuple[int, str]] = {
     bool: (7, "<B"), int: (4, "<I"), float: (6, "<f"), np.int32: (5, "<i")
 }  # fmt: skip
-_ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
+_ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6, np.dtype(bool): 7}
 
 
 class OutputTensor(NamedTuple):

@@ -18,9 +18,16 @@ ARCHS = {
     "llama": A.LLAMA, "mistral": A.LLAMA, "mixtral": A.LLAMA, "gpt2": A.GPT2, "qwen2": A.QWEN2,
     "qwen3": A.QWEN3, "qwen3_moe": A.QWEN3MOE, "gemma2": A.GEMMA2, "gemma3_text": A.GEMMA3,
     "phi3": A.PHI3, "olmo2": A.OLMO2, "smollm3": A.SMOLLM3, "granite": A.GRANITE,
-    "gpt_neox": A.GPTNEOX,
+    "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
 }  # fmt: skip
-PERMUTED = {"llama", "mistral", "mixtral", "granite", "smollm3"}  # classes of `LlamaModel`
+PERMUTED = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "granite",
+    "smollm3",
+    "ministral3",
+}  # classes of `LlamaModel`
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(w\d|\w+_proj)\.weight")
 CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's matrices that are `[in, out]`
 Bytes = Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]]
@@ -104,7 +111,7 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         return
     rope = config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if kind == "gemma3_text":
+    if kind in ("gemma3_text", "olmo3"):
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind == "gpt_neox":
@@ -114,11 +121,31 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     elif config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if rope["rope_type"] == "yarn":
+        add_yarn(writer, rope)
     if kind in PERMUTED:
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(config["vocab_size"])
-    if config.get("sliding_window") and kind in ("mistral", "phi3", "gemma2", "gemma3_text"):
+    windowed = ("mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3")
+    if config.get("sliding_window") and kind in windowed:
         writer.add_sliding_window(config["sliding_window"])
+    if kind == "olmo3":
+        slides = [layer == "sliding_attention" for layer in config["layer_types"]]
+        writer.add_sliding_window_pattern(slides)
+
+
+def add_yarn(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for name, add in (
+        ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+        ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ("mscale_all_dim", writer.add_rope_scaling_yarn_log_mul),
+        ("llama_4_scaling_beta", writer.add_attn_temperature_scale),
+    ):
+        if name in rope:
+            add(rope[name])
 
 
 def add_longrope(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: int) -> None:

@@ -23,7 +23,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.gguf_files import ARCHS, overwrite, raw_of, raw_tensors, write
-from tests.tiny_models import assert_close, saved_once, tokens
+from tests.tiny_models import ROPES, assert_close, saved_once, tokens
 
 # Head sizes differ from hidden_size / heads if a family allows it; rows are whole blocks.
 SIZES: dict[str, Any] = {
@@ -51,6 +51,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }},
     "mixtral": {"sliding_window": None},
     "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": ROPES["yarn"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "ministral3": {"head_dim": 8},
     "granite": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
@@ -119,6 +127,19 @@ def test_gguf_family_logits_equal_transformers(family: str, directory: Any, tmp_
         np.testing.assert_allclose(weight, expected[path], rtol=0, atol=atol, err_msg=path)
     ours = jaxllm.forward(lm.model, lm.params, None, IDS).logits
     assert_close(ours, logits(source))
+
+
+@pytest.mark.parametrize(("family", "arch"), [("qwen2", "QWEN2VL"), ("qwen3", "QWEN3VL")])
+def test_text_models_of_vision_files_are_read(
+    family: str, arch: str, directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For text alone, the sections of rotary positions of Qwen's vision models are equal."""
+    monkeypatch.setitem(ARCHS, family, gguf.MODEL_ARCH[arch])
+    source = directory(family)
+    file = write(
+        tmp_path / "a.gguf", source, also=lambda w: w.add_rope_dimension_sections([2, 1, 1, 0])
+    )
+    assert open_gguf(file).config == open_checkpoint(source).config
 
 
 def snapped(source: Path, target: Path) -> Path:
