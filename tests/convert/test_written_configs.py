@@ -57,6 +57,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"rope_parameters": LONGROPE, "sliding_window": 9},
     "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "attention_bias": True, "sliding_window": 6,
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500, "factor": 8},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300},
+        },
+    },
+    "ministral3": {
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 700, "factor": 8, "llama_4_scaling_beta": 0.2,
+            "original_max_position_embeddings": 40,
+        },
+    },
     "smollm3": {
         **BIASES, "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False,
     },
