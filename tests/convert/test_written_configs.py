@@ -136,8 +136,8 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
         write_config(half)
 
 
-# Heads of GPT-2 and OLMo 2 cannot be pruned.
-HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
+# Heads of GPT-2 and OLMo cannot be pruned.
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3")]
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -166,7 +166,7 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
     assert read_config(made.to_dict())[0] == config
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
+@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3"])
 def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
     """narrow_config refuses to drop heads of GPT-2 and OLMo 2."""
     with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):

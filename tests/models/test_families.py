@@ -29,7 +29,10 @@ from tests.tiny_models import KINDS, Twin, assert_close, load_twin, save_random,
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
 # These share code with the remaining families, which cover them in the daily tests.
-SHARED_CODE = ("qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3", "granite", "qwen3_moe")
+SHARED_CODE = (
+    "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
+    "qwen3_moe",
+)  # fmt: skip
 EACH_KIND = [
     pytest.param(name, marks=[pytest.mark.full] if name in SHARED_CODE else []) for name in NEW
 ]

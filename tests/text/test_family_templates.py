@@ -202,6 +202,8 @@ TEMPLATES = {
     "gemma3_text": GEMMA_3,
     "phi3": PHI,
     "olmo2": OLMO,
+    "olmo3": CHATML,
+    "ministral3": MIXTRAL,
     "smollm3": SMOLLM,
     "granite": GRANITE,
     "gpt_neox": NEOX,
