@@ -26,6 +26,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # The parts of the file that are not text models.
 OTHER_TOWERS = ("vision_config", "audio_config")
+# Fields that may be stated for the whole checkpoint.
+_SHARED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+)
 _MROPE = ("mrope_section", "mrope_interleaved")
 _TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
 _HEAD = re.compile(r"language_model\.(?=lm_head\.)")
@@ -51,13 +61,11 @@ def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     text = dict(nested) if isinstance(nested, Mapping) else dict(data)
     kind = str(text.get("model_type"))
     family = _FAMILIES.get(kind, _FLAT.get(kind, kind))
-    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
-    shared = (*shared, "tie_word_embeddings", "quantization_config")
-    for name in shared:
+    for name in _SHARED:
         if data.get(name) is not None:
             text.setdefault(name, data[name])
     ignored = {"architectures", *OTHER_TOWERS}
-    ignored |= {name for name in text if name.endswith("_token_id") and name not in shared}
+    ignored |= {name for name in text if name.endswith("_token_id") and name not in _SHARED}
     text = {name: value for name, value in text.items() if name not in ignored}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(settings := text.get(name), Mapping):
