@@ -109,7 +109,7 @@ def open_hf(
     stored = _open_weights(directory, data["model_type"])
     stored = select_text_tensors(stored) if multimodal else stored
     tensors = _rename_tensors(stored, config, table, str(directory))
-    if multimodal:  # files and classes disagree on whose tie_word_embeddings counts
+    if multimodal:  # tie_word_embeddings may stand for the text model or for all: the file decides
         config = dataclasses.replace(config, tie_word_embeddings=HEAD not in tensors)
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(

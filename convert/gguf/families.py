@@ -7,6 +7,7 @@ from typing import Any
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import SILU, SIZE_FIELDS, GGUFArchitecture
+from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
 
@@ -45,6 +46,19 @@ def _full_attention(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     return {"layer_types": _layer_types(fields["num_hidden_layers"], lambda i: False)}
 
 
+def _read_pattern(data: Mapping[str, Any], count: Any, period: int) -> tuple[str, ...]:
+    """Return the layer types by the file's pattern, or of layers of which each `period`th is full.
+
+    An invalid pattern gives none.
+    """
+    pattern = data.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
+        return _layer_types(count, lambda i: pattern[i])
+    if type(pattern) is int and pattern > 0:
+        return _layer_types(count, lambda i: (i + 1) % pattern != 0)
+    return ()
+
+
 def _derive_gemma(
     fields: Mapping[str, Any], data: Mapping[str, Any], period: int, largest_layers: int
 ) -> dict[str, Any]:
@@ -57,14 +71,7 @@ def _derive_gemma(
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if count == largest_layers and type(hidden) is int and type(heads) is int and heads > 0:
         share = hidden // heads
-    pattern = data.get("attention.sliding_window_pattern", period)
-    if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
-        slides = _layer_types(count, lambda i: pattern[i])
-    elif type(pattern) is int and pattern > 0:
-        slides = _layer_types(count, lambda i: (i + 1) % pattern != 0)
-    else:  # invalid: no layer types
-        slides = ()
-    return {"query_pre_attn_scalar": share, "layer_types": slides}
+    return {"query_pre_attn_scalar": share, "layer_types": _read_pattern(data, count, period)}
 
 
 def _derive_gemma2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,13 +88,8 @@ def _derive_olmo3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[st
     """Every fourth layer has full attention, and the scaling; the others plain rotary settings."""
     rope = fields["rope"]
     local = Rope(rope_type="default", rope_theta=rope.rope_theta) if rope else None
-    pattern, count = data.get("attention.sliding_window_pattern"), fields["num_hidden_layers"]
-    slides = (
-        pattern
-        if isinstance(pattern, tuple)
-        else tuple((i + 1) % 4 != 0 for i in _layer_range(count))
-    )
-    return {"layer_types": _layer_types(len(slides), lambda i: slides[i]), "local_rope": local}
+    types = _read_pattern(data, fields["num_hidden_layers"], 4)
+    return {"layer_types": types, "local_rope": local}
 
 
 def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +184,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
             SLIDING_WINDOW,
             Field("attention.temperature_scale", "llama_4_scaling_beta", 0.0),
         ),
+        allowed_values={LOG_MULTIPLIER: (0.0, 1.0)},
     ),
     "phi3": GGUFArchitecture(
         family=FAMILIES["phi3"],

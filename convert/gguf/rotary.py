@@ -24,14 +24,15 @@ _LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
+# 1 where an architecture allows it: mscale and mscale_all_dim are 1, and angles keep magnitude 1.
+LOG_MULTIPLIER = f"{_SCALING}yarn_log_multiplier"
 # Keys that may only have these values: others change YaRN in ways that Hugging Face lacks.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     _MAGNITUDE: (1.0,),
     f"{_SCALING}yarn_attn_factor": (1.0,),
     f"{_SCALING}yarn_ext_factor": (-1.0, 1.0),
+    LOG_MULTIPLIER: (0.0,),
 }
-# Ministral 3's: mscale and mscale_all_dim, whose ratio leaves the magnitude of angles at 1.
-_LOG_MULTIPLIER = f"{_SCALING}yarn_log_multiplier"
 ROPE_KEYS = frozenset(
     {
         "rope.freq_base",
@@ -42,7 +43,6 @@ ROPE_KEYS = frozenset(
         _CONTEXT,
         *_YARN.values(),
         *_NEUTRAL,
-        _LOG_MULTIPLIER,
     }
 )
 
@@ -53,6 +53,7 @@ def read_rope(
     key_prefix: str,
     complaints: list[str],
     rotary_dims: tuple[Any, int],
+    allowed: Mapping[str, tuple[Any, ...]],
 ) -> Rope | None:
     """Read the rotary settings; return None after a complaint.
 
@@ -60,6 +61,7 @@ def read_rope(
         divisors: The divisors of each pair's frequency, by tensor name.
         key_prefix: The prefix of keys, for complaints.
         rotary_dims: The number of rotated dimensions (None: all), and the head size.
+        allowed: The architecture's `allowed_values`.
     """
     for name, vector in divisors.items():
         if not (np.isfinite(vector).all() and (vector > 0).all()):
@@ -89,14 +91,14 @@ def read_rope(
         fields |= {"rope_type": "linear", "factor": _to_float(factor)}
     elif kind == "yarn":
         yarn = {name: _to_float(data[key]) for name, key in _YARN.items() if key in data}
-        if multiplier := data.get(_LOG_MULTIPLIER):
-            yarn |= {"mscale": _to_float(multiplier), "mscale_all_dim": _to_float(multiplier)}
+        if data.get(LOG_MULTIPLIER) == 1.0:
+            yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0}
         context = data.get(_CONTEXT, data.get("context_length"))
         fields |= {"rope_type": "yarn", "factor": _to_float(factor), **yarn}
         fields["original_max_position_embeddings"] = context
         complaints += [
             f"{key_prefix}{key} must be {' or '.join(map(repr, known))}, got {data[key]!r:.40}"
-            for key, known in _NEUTRAL.items()
+            for key, known in {**_NEUTRAL, **allowed}.items()
             if data.get(key, known[0]) not in known
         ]
     elif kind not in ("none", "linear"):
@@ -118,9 +120,12 @@ def read_rope(
 
 
 def write_rope(
-    rope: Rope, head_dim: int, context: int, complaints: list[str]
+    rope: Rope, head_dim: int, context: int, complaints: list[str], unit_magnitude: bool
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return keys with values, and the tensors of divisors. context: the maximum length."""
+    """Return keys with values, and the tensors of divisors. context: the maximum length.
+
+    unit_magnitude: whether the architecture has `LOG_MULTIPLIER`.
+    """
     settings: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
     if rope.is_self_extended:
         complaints.append("Self-Extend (group_size, neighbor_window)")
@@ -136,13 +141,14 @@ def write_rope(
             )
             return settings, {FREQS: np.asarray(exact, np.float32)}
         case "yarn":
-            differ = rope.mscale_all_dim and rope.mscale and rope.mscale != rope.mscale_all_dim
-            if rope.attention_factor or differ or rope.truncate is False:
-                complaints.append("YaRN's attention_factor, unequal mscale and truncate")
+            scales = rope.mscale, rope.mscale_all_dim
+            is_unit = unit_magnitude and scales == (1, 1)
+            if rope.attention_factor or (all(scales) and not is_unit) or rope.truncate is False:
+                complaints.append("YaRN's attention_factor, mscale and truncate")
             scaling = {f"{_SCALING}type": "yarn", _FACTOR: rope.factor}
             scaling[_CONTEXT] = rope.original_max_position_embeddings
             yarn = {key: getattr(rope, name) for name, key in _YARN.items()}
-            yarn[_LOG_MULTIPLIER] = rope.mscale_all_dim and rope.mscale
+            yarn[LOG_MULTIPLIER] = 1.0 if is_unit else None
             return {**settings, **scaling, **yarn}, {}
         case "longrope":
             scaling = {_CONTEXT: rope.original_max_position_embeddings}

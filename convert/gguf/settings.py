@@ -15,7 +15,7 @@ from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.convert.gguf.architecture import ALLOWED, IGNORED, MATH_PREFIXES, GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, VARIANTS
 from jaxllm.convert.gguf.header import GGUFHeader, TensorInfo
-from jaxllm.convert.gguf.rotary import ROPE_KEYS, read_rope, write_rope
+from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER, ROPE_KEYS, read_rope, write_rope
 from jaxllm.convert.tables import REQUIRED, refuse
 from jaxllm.errors import ConfigError
 from jaxllm.ops import ACTIVATIONS
@@ -126,7 +126,8 @@ def read_config(
             )
     if row.uses_rope:
         share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial_rotary else None
-        fields["rope"] = read_rope(data, divisors, begins, complaints, (share, fields["head_dim"]))
+        dims = (share, fields["head_dim"])
+        fields["rope"] = read_rope(data, divisors, begins, complaints, dims, row.allowed_values)
     refuse(where, complaints)
     try:
         return row.family.config(**{**fields, **row.derive(fields, data)})
@@ -162,7 +163,8 @@ def write_config(
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):
         context = config.max_position_embeddings
-        settings, divisors = write_rope(rope, config.head_dim, context, complaints)
+        unit = LOG_MULTIPLIER in row.allowed_values
+        settings, divisors = write_rope(rope, config.head_dim, context, complaints, unit)
         turned = rope.rotary_dim(config.head_dim)
         if turned != config.head_dim and not row.partial_rotary:
             complaints.append(f"partial_rotary_factor {rope.partial_rotary_factor!r}")

@@ -24,7 +24,7 @@ class Flags:
 
     Args:
         kind: The dataclass.
-        names: Fields whose flags have the field's name. Without `names` and `spelled`, all fields.
+        names: Fields with a flag of the same name. Without `names` and `spelled`, all fields.
         spelled: Fields with other flags, and these flags.
     """
 

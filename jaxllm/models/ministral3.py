@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI 2025): Mistral whose queries grow with the position."""
+"""Ministral 3 (Mistral AI 2025): Mistral, with queries that grow with the position."""
 
 import dataclasses
 from typing import Annotated, ClassVar

@@ -1,4 +1,4 @@
-"""OLMo 3 (Olmo Team 2025): OLMo 2 with sliding windows, whose layers have plain rotary settings."""
+"""OLMo 3 (Olmo Team 2025): OLMo 2 with sliding windows, and plain rotary settings there."""
 
 import dataclasses
 from typing import ClassVar

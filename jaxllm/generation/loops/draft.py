@@ -1,6 +1,6 @@
 """Drafts: tokens that a model, or the text itself, proposes after each row's text.
 
-A draft model has a cache of its own, in which a token's slot is its position. Tokens that were
+A draft model has its own cache. There, a token's slot is its position. Tokens that were
 written without the draft are missing from it. `catch_up` runs them; `propose_tokens` expects all
 but the last two.
 """

@@ -381,6 +381,16 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "attention_factor",
     ),
+    "a magnitude of one, whose key llama.cpp reads for Ministral 3 only": (
+        "llama",
+        {
+            "rope": Rope(
+                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
+                mscale=1.0, mscale_all_dim=1.0,
+            )
+        },
+        "mscale",
+    ),
     "partial RoPE": (
         "olmo2",
         {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},
