@@ -62,7 +62,7 @@ def test_dry_equals_llama_cpp_vectors(
     last_n: int,
     breaker: int,
 ) -> None:
-    """Probabilities equal the vectors of test_dry, tests/test-sampling.cpp, whose base is 1.1."""
+    """Probabilities equal the vectors of test_dry, tests/test-sampling.cpp, with base 1.1."""
     scores = np.full((1, len(after)), np.log(1 / len(after)), np.float32)
     processor = DryPenalty(multiplier, 1.1, allowed, last_n, np.array([breaker], np.int32))
     np.testing.assert_allclose(

@@ -90,7 +90,8 @@ def _start(root: Path) -> subprocess.Popen[str]:
 def _run_requests() -> None:
     """Run in the child process: pytest for each line of input, `[file for reports, node ids]`.
 
-    The file's name is printed after each, whose programs would exhaust the process's memory maps.
+    The file's name is printed after each. Its programs are dropped: they would use up the process's
+    memory maps.
     """
     for line in sys.stdin:
         os.environ[REPORTS], nodeids = json.loads(line)

@@ -152,10 +152,10 @@ def _free_slots(current: Positions, sets: list[tuple[int, ...]]) -> np.ndarray:
     """Assign each token the first empty slot of its row, or of the shared slots."""
     free = {row: np.flatnonzero(own_S < 0) for row, own_S in enumerate(current.own_BS)}
     free[-1] = np.flatnonzero(current.ref_count_N == 0)
-    whose = np.array([rows[0] if len(rows) == 1 else -1 for rows in sets])
+    row_N = np.array([rows[0] if len(rows) == 1 else -1 for rows in sets])
     slot_N = np.zeros(len(sets), np.int32)
-    for row in np.unique(whose).tolist():
-        in_row_N = whose == row
+    for row in np.unique(row_N).tolist():
+        in_row_N = row_N == row
         needed, empty = int(in_row_N.sum()), free[row].size
         if needed > empty:
             name = f"sequence {row} has" if row >= 0 else "shared tokens have"
