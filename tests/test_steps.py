@@ -173,7 +173,7 @@ def test_forward_then_commit_equals_decode_step(lm: Any) -> None:
 
 
 def test_donated_commit_reuses_buffers_and_invalidates_cache(lm: Any) -> None:
-    """A donated commit keeps the buffers; using the old cache raises an error that names the donation."""
+    """A donated commit keeps the buffers; using the old cache raises an error that names it."""
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     delta = jaxllm.forward(model, params, cache, np.array([[3], [4]])).delta
