@@ -4,10 +4,13 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import jaxllm
 from tests.conftest import ROOT
 from tests.server.processes import RunningServer
 
@@ -31,8 +34,10 @@ def test_snippets_run(
     assert capsys.readouterr().out.strip()
 
 
-def test_commands_run(server: RunningServer) -> None:
-    """The first command is what the fixture runs, with fewer layers; the others ask it."""
+def test_commands_run(server: RunningServer, shallow: Callable[[str], Path]) -> None:
+    """The first command is what the fixture runs, with fewer layers; the others ask it, and get the
+    text of `generate`.
+    """
     first, *others = [command for block in blocks("sh") for command in block.splitlines()]
     assert first == "jaxllm serve demo:llama --port 8000"
     assert [command.split()[0] for command in others] == ["curl"]
@@ -43,7 +48,11 @@ def test_commands_run(server: RunningServer) -> None:
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120
         )
-        assert json.loads(done.stdout)["choices"][0]["text"]
+        asked = json.loads(command.split("'")[1])
+        expected = jaxllm.load(shallow("llama")).generate(
+            asked["prompt"], max_new_tokens=asked["max_tokens"], seed=asked["seed"], temperature=1.0
+        )
+        assert json.loads(done.stdout)["choices"][0]["text"] == expected.text
 
 
 def test_limits_of_page_are_those_of_code() -> None:
