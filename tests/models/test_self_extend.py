@@ -277,7 +277,7 @@ def test_self_extend_is_saved_only_natively(shallow: Any, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"Self-Extend .* cannot be saved in the Hugging Face"):
         write_hf(tmp_path / "hf", opened)
     complaints: list[str] = []
-    write_rope(lm.config.rope, 64, 512, complaints)
+    write_rope(lm.config.rope, 64, 512, complaints, unit_magnitude=False)
     assert "Self-Extend" in complaints[0]
 
 
