@@ -247,7 +247,7 @@ class LM:
             return np.array([tracker.stopped])
 
         arguments["until"] = check_stop
-        if self.config.segment_length is None and config.can_fast_forward(1):
+        if not self.config.has_state and config.can_fast_forward(1):
             arguments["forced"] = tracker.forced
         for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
             ended, length = np.asarray(step.finish_B)[0], np.asarray(step.length_B)[0]

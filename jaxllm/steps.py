@@ -133,7 +133,7 @@ def forward(
     if cache is not None:
         made_with_B = merge_labels(cache.edits_B, made_with_B)
     weights = find_sites(model.config, "blocks.*.attn.pattern") if attention_weights else ()
-    past = (cache.segments, cache.memory) if cache is not None else ((), ())
+    past = (cache.segments, cache.state) if cache is not None else ((), ())
     out: Output = run_forward(
         model, params, *past, tokens_BT, positions_BT, checked,
         bool(hidden_states), attention_mass, names, weights,

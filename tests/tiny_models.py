@@ -167,6 +167,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {

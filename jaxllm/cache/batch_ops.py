@@ -73,7 +73,7 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.broadcast_to(cache.next_position_B, (n,)),
         edits_B=jax.tree.map(lambda x: jnp.broadcast_to(x, (n,)), cache.edits_B),
-        memory=jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), cache.memory),
+        state=jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), cache.state),
     )
 
 
@@ -112,7 +112,7 @@ def select(cache: KVCache, rows: Any) -> KVCache:
         tail=jax.tree.map(take_rows, cache.tail),
         next_position_B=take_rows(cache.next_position_B),
         edits_B=jax.tree.map(take_rows, cache.edits_B),
-        memory=jax.tree.map(take_rows, cache.memory),
+        state=jax.tree.map(take_rows, cache.state),
     )
 
 
@@ -181,7 +181,7 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
         cursor=cursor,
         next_position_B=jnp.concatenate([c.next_position_B for c in caches]),
         edits_B=_concat_labels(caches),
-        memory=jax.tree.map(lambda *x: jnp.concatenate(x), *(c.memory for c in caches)),
+        state=jax.tree.map(lambda *x: jnp.concatenate(x), *(c.state for c in caches)),
     )
 
 

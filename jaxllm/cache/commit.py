@@ -22,6 +22,7 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.slot_update import update_window, write_at_cursor
 from jaxllm.cache.tree import select_path
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from jaxllm.ops.recurrent import Rows, advance
 
 
 def commit(cache: KVCache, delta: Delta, node: Any = None, *, donate: bool = False) -> KVCache:
@@ -71,7 +72,10 @@ def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = 
         tail=written,
         cursor=cache.cursor + columns,
         next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
-        memory=delta.memory,
+        state=tuple(
+            advance(old, new, delta.position_BS) if isinstance(new, Rows) else new
+            for old, new in zip(cache.state, delta.state, strict=True)
+        ),
     )
 
 
@@ -108,9 +112,13 @@ def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
 
 
 def _check_match(cache: KVCache, delta: Delta) -> None:
-    structure: Any = jax.tree.structure(cache.memory)
-    if structure != jax.tree.structure(delta.memory):
-        raise CacheMismatchError("the delta's memory does not have the structure of the cache's")
+    kept = [
+        old.rows if isinstance(new, Rows) else old
+        for old, new in zip(cache.state, delta.state, strict=False)
+    ]
+    structure: Any = jax.tree.structure(delta.state)
+    if len(cache.state) != len(delta.state) or structure != jax.tree.structure(tuple(kept)):
+        raise CacheMismatchError("the delta's state does not have the structure of the cache's")
 
     def signature(segment: Segment) -> tuple[int, tuple[int, ...]]:
         shape = segment.k[0].shape

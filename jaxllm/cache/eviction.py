@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_no_memory, check_usable
+from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_no_state, check_usable
 from jaxllm.cache.operations import keep, keep_slots
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.runtime.validation import check_int
@@ -18,7 +18,7 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
         CapacityError: For a window below one, and as `keep`.
     """
     check_usable(cache)
-    check_no_memory(cache, "sinks_and_window")
+    check_no_state(cache, "sinks_and_window")
     sinks = check_int("sinks", sinks, 0, MAX_SLOTS, CapacityError)
     window = check_int("window", window, 1, MAX_SLOTS, CapacityError)
     position_BS = cache.position_BS
@@ -59,7 +59,7 @@ def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int
         CapacityError: A number is negative.
     """
     check_usable(cache)
-    check_no_memory(cache, "heavy_hitters")
+    check_no_state(cache, "heavy_hitters")
     mass_BS = check_mass(cache, mass_BS)
     heavy = check_int("heavy", heavy, 0, MAX_SLOTS, CapacityError)
     recent = check_int("recent", recent, 0, MAX_SLOTS, CapacityError)

@@ -131,7 +131,7 @@ def save_cache(path: str | Path, cache: KVCache, model: Model, params: Params) -
     tensors["next_position_B"] = np.asarray(cache.next_position_B)
     if cache.edits_B is not None:
         tensors["edits_B"] = np.asarray(cache.edits_B)
-    for i, array in enumerate(jax.tree.leaves(cache.memory)):
+    for i, array in enumerate(jax.tree.leaves(cache.state)):
         tensors[f"memory.{i}"] = np.asarray(array)
     header = {
         **_identity(model, params),
@@ -195,7 +195,7 @@ def load_cache(
     *frozen, tail = (
         _take_segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
     )
-    memory = _take_memory(tensors, empty.memory, rows, str(path))
+    state = _take_state(tensors, empty.state, rows, str(path))
     if tensors:
         raise CheckpointError(f"{path}: {next(iter(tensors))} is not part of this cache")
     _check_tail(tail, header.cursor, rows, str(path))
@@ -208,7 +208,7 @@ def load_cache(
         ),
         cursor=jnp.asarray(header.cursor, jnp.int32),
         next_position_B=jax.device_put(next_B),
-        memory=memory,
+        state=state,
         edits_B=None if edits_B is None else jax.device_put(edits_B),
     )
     if prefix is not None:
@@ -330,7 +330,7 @@ def _take_segment(
     return segment
 
 
-def _take_memory(
+def _take_state(
     tensors: dict[str, np.ndarray], template: tuple[Any, ...], rows: int, where: str
 ) -> tuple[Any, ...]:
     """Take the memories from the tensors, laid out as `template`, for these rows."""

@@ -70,8 +70,8 @@ def caches_equal(one: Any, two: Any) -> bool:
         return False
     if not np.array_equal(one.edits_B, two.edits_B):
         return False
-    memories = zip(jax.tree.leaves(one.memory), jax.tree.leaves(two.memory), strict=True)
-    if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in memories):
+    states = zip(jax.tree.leaves(one.state), jax.tree.leaves(two.state), strict=True)
+    if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in states):
         return False
     return all(map(_segments_equal, one.segments, two.segments))
 

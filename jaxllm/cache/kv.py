@@ -37,7 +37,8 @@ class Segment(struct.PyTreeNode):
     shared, a slot has the same position in every row that has it.
 
     Attributes:
-        k: Keys, one `[B or 1, S, K, H]` per layer, an array or `Int8Entries`.
+        k: Keys, one `[B or 1, S, K, H]` per layer, an array or `Int8Entries`; K is 0 in a layer
+            without attention.
         v: Values, likewise.
         position_BS: int32, absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token
             at p was culled. The keys and values of such slots are never attended to.
@@ -58,11 +59,12 @@ class Delta(Segment):
     The same fields as a Segment with S = T; padding tokens have position -1.
 
     Attributes:
-        memory: The new value of `KVCache.memory`; padding does not affect it.
+        state: For `KVCache.state`, each layer's new value, or the rows of the tokens
+            (`ops.recurrent.Rows`); padding does not affect it.
         edits_B: As in `KVCache`.
     """
 
-    memory: tuple[Any, ...] = ()
+    state: tuple[Any, ...] = ()
     edits_B: Any = None
 
 
@@ -93,11 +95,12 @@ class KVCache(struct.PyTreeNode):
             loop committed tokens that did not fit; their write was dropped, and the next call from
             Python raises CapacityError.
         next_position_B: int32 `[B]`, the position of each row's next token.
-        memory: Each layer's state besides keys and values, a pytree of `[B, ...]` of constant
-            size (`ModelConfig.memory_shape`); empty for most models. `fork` copies it, `select` and
-            `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
-            cannot be removed from a memory, except by `rewind` within limits (`unread`). So
-            `patch`, `keep`, `drop_range` and culling are refused.
+        state: Each layer's state besides keys and values, a pytree of `[B, ...]` of constant
+            size (`ModelConfig.state_shape`): of a recurrent layer, or Infini-attention's memory;
+            empty for most models. `fork` copies it, `select` and `merge_rows` gather it, cache
+            files contain it, `compact` leaves it unchanged. It sums over tokens, so they cannot be
+            removed, except by `rewind` within limits: `patch`, `keep`, `drop_range` and culling are
+            refused.
         edits_B: A fingerprint of the edits under which each row's keys were computed, uint32 `[B]`,
             0 for none; None if no row was edited (`models.site_inputs`).
         writer: Static, writes the tail if `write_at_cursor` does not (`Model.cache_writer`).
@@ -110,7 +113,7 @@ class KVCache(struct.PyTreeNode):
     tail: Segment
     cursor: jax.Array
     next_position_B: jax.Array
-    memory: tuple[Any, ...] = ()
+    state: tuple[Any, ...] = ()
     edits_B: Any = None
     writer: Any = struct.field(pytree_node=False, default=None)
     stage_layers: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
@@ -302,13 +305,13 @@ def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: Model | None
 ) -> KVCache:
     """Build an empty cache; `sharded`: the model, if it is sharded."""
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    heads = [config.kv_heads(i) for i in range(config.num_hidden_layers)]
     stage_layers = () if sharded is None else sharded.stage_layers
     if stage_layers:
-        layers, heads = len(stage_layers[0]), heads * len(stage_layers)
-    shape = (batch, capacity, heads, config.head_dim)
+        heads = [heads[0] * len(stage_layers)] * len(stage_layers[0])
 
-    def zeros() -> Entries:
+    def zeros(heads: int) -> Entries:
+        shape = (batch, capacity, heads, config.head_dim)
         if dtype == "int8":
             return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, CACHE_DTYPES[dtype])
@@ -317,15 +320,15 @@ def _empty_cache(
         config=config,
         frozen=(),
         tail=Segment(
-            k=tuple(zeros() for _ in range(layers)),
-            v=tuple(zeros() for _ in range(layers)),
+            k=tuple(map(zeros, heads)),
+            v=tuple(map(zeros, heads)),
             position_BS=jnp.full((batch, capacity), EMPTY, jnp.int32),
             token_BS=jnp.zeros((batch, capacity), jnp.int32),
             patched_BS=jnp.zeros((batch, capacity), bool),
         ),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
-        memory=_empty_memory(config, batch),
+        state=_empty_state(config, batch),
         writer=None if sharded is None else sharded.cache_writer,
         stage_layers=stage_layers,
     )
@@ -360,10 +363,10 @@ def reshard_cache(cache: KVCache, model: Any) -> KVCache:
 _EMPTY_CACHE = CachedJit(_empty_cache, static_argnums=(0, 1, 2, 3, 4))
 
 
-def _empty_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:
-    forms = tuple(config.memory_shape(layer) for layer in range(config.num_hidden_layers))
-    if all(form is None for form in forms):
+def _empty_state(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+    if not config.has_state:
         return ()
+    forms = tuple(config.state_shape(layer) for layer in range(config.num_hidden_layers))
     empty: tuple[Any, ...] = jax.tree.map(lambda x: jnp.zeros((batch, *x.shape), x.dtype), forms)
     return empty
 
@@ -373,8 +376,10 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
     dtype = dtype or "float32"
     each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
     marks = 9  # int32 position, int32 token, bool patched
-    layers = 2 * config.num_hidden_layers * config.num_key_value_heads * each
-    return batch * capacity * (layers + marks)
+    heads = sum(config.kv_heads(i) for i in range(config.num_hidden_layers))
+    states = jax.tree.leaves([config.state_shape(i) for i in range(config.num_hidden_layers)])
+    fixed = sum(x.size * x.dtype.itemsize for x in states)
+    return batch * (capacity * (2 * heads * each + marks) + fixed)
 
 
 def _resolve_config(model: Model | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
@@ -476,10 +481,10 @@ def check_mass(cache: KVCache, mass_BS: Any) -> jax.Array:
     return jnp.asarray(mass_BS, jnp.float32)
 
 
-def check_no_memory(cache: KVCache, what: str) -> None:
-    """Raise CacheMismatchError if layers store a memory besides keys and values."""
-    if cache.memory:
+def check_no_state(cache: KVCache, what: str) -> None:
+    """Raise CacheMismatchError if layers keep a state besides keys and values."""
+    if cache.state:
         raise CacheMismatchError(
-            f"{what}: this model's layers store a memory of the whole text, from which tokens"
+            f"{what}: this model's layers keep a state of the whole text, from which tokens"
             " cannot be removed. Continue from a cache that was forked before"
         )

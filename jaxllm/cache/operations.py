@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.infini_rewind import rewind_memory
 from jaxllm.cache.kv import (
     EMPTY,
     MAX_SLOTS,
@@ -22,12 +21,13 @@ from jaxllm.cache.kv import (
     Segment,
     cast_delta,
     check_delta,
-    check_no_memory,
+    check_no_state,
     check_usable,
     cull_mark,
     merge_labels,
 )
 from jaxllm.cache.slot_update import write_slots
+from jaxllm.cache.state_rewind import rewind_state
 from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dequantize, rerotate
@@ -42,7 +42,8 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     """Return the cache as it was `n` positions ago, or when each row's next position was `to`.
 
     The result equals a cache to which the later tokens were never committed; their slots can be
-    written again. Keys and values are shared with `cache`. Infini-attention memory is rewound
+    written again. Keys and values are shared with `cache`. A recurrent layer's state is rewound to
+    any position since the last multiple of 64, exactly, and to 0. Infini-attention's is rewound
     within the current segment, exactly to its start and otherwise up to the rounding of the cache's
     dtype.
 
@@ -51,7 +52,7 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
 
     Raises:
         CapacityError: A position is before the first or after the last.
-        CacheMismatchError: The cache has a memory that cannot be rewound so far.
+        CacheMismatchError: The cache has a state that cannot be rewound so far.
     """
     check_usable(cache)
     if (n is None) == (to is None):
@@ -62,7 +63,7 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     next_B = jnp.broadcast_to(next_B, old_B.shape)
     if _is_concrete(next_B, old_B) and (int(next_B.min()) < 0 or bool((next_B > old_B).any())):
         raise CapacityError(f"cannot rewind from positions {old_B.tolist()} to {next_B.tolist()}")
-    memory = rewind_memory(cache, next_B)
+    state = rewind_state(cache, next_B)
 
     def rewind_positions(position_BS: jax.Array) -> jax.Array:
         was_BS = jnp.where(position_BS < EMPTY, cull_mark(position_BS), position_BS)
@@ -72,7 +73,7 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     used_S = (back.tail.position_BS != EMPTY).any(axis=0)
     slot_S = jnp.arange(1, used_S.shape[0] + 1, dtype=jnp.int32)
     cursor = jnp.where(used_S, slot_S, 0).max()
-    return back.replace(next_position_B=next_B, cursor=cursor, memory=memory)
+    return back.replace(next_position_B=next_B, cursor=cursor, state=state)
 
 
 def keep(cache: KVCache, mask_BS: Any) -> KVCache:
@@ -90,7 +91,7 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
             token can be removed (`current_segment` frees slots there).
     """
     check_usable(cache)
-    check_no_memory(cache, "keep")
+    check_no_state(cache, "keep")
     return keep_slots(cache, mask_BS)
 
 
@@ -113,7 +114,7 @@ def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
 def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
     """Cull the tokens at positions `start` to before `stop`; see `keep`."""
     check_usable(cache)
-    check_no_memory(cache, "drop_range")
+    check_no_state(cache, "drop_range")
     rows = cache.batch
     inside = [_range_mask(s.position_BS, start, stop, rows) for s in cache.segments]
     return _with_positions(
@@ -231,7 +232,7 @@ def patch(cache: KVCache, slot_BT: Any, delta: Delta) -> KVCache:
         TokenError: Two tokens would share a position.
     """
     check_usable(cache)
-    check_no_memory(cache, "patch")
+    check_no_state(cache, "patch")
     check_delta(delta)
     slot_BT = _to_int32("slots", slot_BT)
     if slot_BT.shape != delta.position_BS.shape or slot_BT.shape[0] != cache.batch:

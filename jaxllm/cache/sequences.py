@@ -21,7 +21,7 @@ from jaxllm.cache.kv import (
     MAX_SLOTS,
     KVCache,
     Segment,
-    check_no_memory,
+    check_no_state,
     check_usable,
     init_cache,
 )
@@ -91,7 +91,7 @@ def read_positions(state: KVCache) -> Positions:
         CacheMismatchError: For a cache of another structure, or one that was donated.
     """
     check_usable(state)
-    check_no_memory(state, "sequences")
+    check_no_state(state, "sequences")
     pool = state.frozen[0] if state.frozen else None
     if len(state.frozen) > 1 or (pool and pool.position_BS.shape[0] != state.batch):
         raise CacheMismatchError(

@@ -369,11 +369,22 @@ class ModelConfig:
         """Return the first layer whose parameters have the same names and shapes."""
         return 0
 
-    def memory_shape(self, layer: int) -> Any:
-        """Return the shapes of a layer's fixed-size memory, for one row: a pytree of
-        `jax.ShapeDtypeStruct`; None if it has no memory.
+    def state_shape(self, layer: int) -> Any:
+        """Return the shapes of a layer's state besides keys and values, for one row: a pytree of
+        `jax.ShapeDtypeStruct`; None if it has none.
         """
         return None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer keeps a state besides keys and values. Such models read tokens in order,
+        one document a row.
+        """
+        return any(self.state_shape(i) is not None for i in range(self.num_hidden_layers))
+
+    def kv_heads(self, layer: int) -> int:
+        """Return the number of key heads of a layer; 0 for one without attention."""
+        return self.num_key_value_heads
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""

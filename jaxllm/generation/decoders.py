@@ -56,7 +56,7 @@ class PlainGeneration(Decoder):
         prompts = [p for p in prompts for _ in range(config.num_return_sequences)]
         tokens_BT, arguments = generation_args(prompts, config)
         trackers = [StopTracker(lm.tokenizer, p, config) for p in prompts]
-        forces = lm.model.config.segment_length is None and config.can_fast_forward(len(prompts))
+        forces = not lm.model.config.has_state and config.can_fast_forward(len(prompts))
         if config.checks_every_token or forces:
 
             def check_stop(token_B: np.ndarray) -> np.ndarray:

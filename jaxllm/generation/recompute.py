@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.commit import commit
-from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_no_memory, check_usable
+from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_no_state, check_usable
 from jaxllm.cache.operations import find_slots, keep, patch, shift
 from jaxllm.errors import TokenError
 from jaxllm.models.inputs import check_model
@@ -34,7 +34,7 @@ def recompute(
     """
     check_model(model, params)
     check_usable(cache)
-    check_no_memory(cache, "recompute")
+    check_no_state(cache, "recompute")
     start = check_int("start", start, 0, MAX_SLOTS, TokenError)
     stop = check_int("stop", stop, 0, MAX_SLOTS, TokenError)
     chunk = check_int("chunk", chunk, 1, error=TokenError)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, check_no_memory, init_cache
+from jaxllm.cache.kv import KVCache, check_no_state, init_cache
 from jaxllm.cache.operations import rewind
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.interventions import Add, Set
@@ -279,7 +279,7 @@ class _Sweep:
         self, token_1T: np.ndarray, names: Sequence[str]
     ) -> tuple[float, dict[str, jax.Array], KVCache]:
         cache = init_cache(self._model, 1, max(token_1T.size, 1))
-        check_no_memory(cache, "patching")
+        check_no_state(cache, "patching")
         out = prefill(self._model, self._params, cache, token_1T, read=names, donate=True)
         return float(self._measure(out.logits)[0]), out.sites, out.cache
 

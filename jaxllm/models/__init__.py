@@ -46,6 +46,7 @@ _NAMES = (
     "mixtral",
     "qwen3_moe",
     "gpt_neox",
+    "qwen3_5_text",
 )
 
 

@@ -79,7 +79,7 @@ def run_model(
     column_B: jax.Array | None = None,
     attention_mass: MassMode = False,
     embeddings_BTD: jax.Array | None = None,
-    memory: tuple[Any, ...] = (),
+    state: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
     row_B: jax.Array | None = None,
     branches: Branches | None = None,
@@ -93,21 +93,19 @@ def run_model(
     Args:
         length_B: the length of the whole text if these tokens are one chunk of it.
         column_B: compute the logits of this column of each row; by default of all.
-        memory: the cache's memory, for models that have one.
+        state: the cache's, for models whose layers keep one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
         row_B: the row of the segments that each row of tokens reads; by default its own.
         branches: the nodes of a tree that each row of one token attends to.
         edits: checked (`site_inputs.check_edits`).
         read: the names of sites, without layer numbers, that every layer records.
     """
-    if segments and not memory and any(map(model.config.memory_shape, range(len(segments[0].k)))):
-        raise ConfigError(
-            "this model's layers keep a memory, which this operation does not support"
-        )
+    if segments and not state and model.config.has_state:
+        raise ConfigError("this model's layers keep a state, which this operation does not support")
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
-    extra: dict[str, Any] = {"memory": memory} if memory else {}
+    extra: dict[str, Any] = {"state": state} if state else {}
     extra |= {} if document_BT is None else {"document_BT": document_BT}
     extra |= {} if row_B is None else {"row_B": row_B}
     extra |= {} if branches is None else {"branches": branches}
@@ -127,7 +125,7 @@ def run_model(
         )
     assert isinstance(trace, Trace)
     patched_BT = jnp.zeros_like(token_BT, bool)
-    delta = Delta(trace.k, trace.v, position_BT, token_BT, patched_BT, trace.memory)
+    delta = Delta(trace.k, trace.v, position_BT, token_BT, patched_BT, trace.state)
     mass = None
     if trace.attention_mass is not None:
         mass = jnp.stack(trace.attention_mass)
@@ -150,7 +148,7 @@ def run_and_commit(
     tail: the cache without its frozen segments. names: of the sites to read, in full. options:
     further arguments of `run_model`.
     """
-    options |= {"read": sites_to_record(names), "memory": tail.memory}
+    options |= {"read": sites_to_record(names), "state": tail.state}
     run = run_model(model, params, (*frozen, tail.tail), token_BT, position_BT, **options)
     return _commit_pass(model, tail, *run, names)
 
@@ -177,7 +175,7 @@ def run_forward(
     model: Model,
     params: Params,
     segments: Segments,
-    memory: tuple[Any, ...],
+    state: tuple[Any, ...],
     token_BT: jax.Array,
     position_BT: jax.Array,
     edits: Edits,
@@ -188,7 +186,7 @@ def run_forward(
 ) -> Output:
     trace, delta, mass = run_model(
         model, params, segments, token_BT, position_BT, attention_mass=attention_mass,
-        memory=memory, edits=edits, read=sites_to_record((*names, *weights)),
+        state=state, edits=edits, read=sites_to_record((*names, *weights)),
     )  # fmt: skip
     hidden = trace.hidden_states if hidden_states else None
     stacked = jnp.stack([*trace.read_sites(weights).values()]) if weights else None
@@ -266,7 +264,7 @@ def _prefill(
     last_B = jnp.argmax(jnp.where(position_BC >= 0, column_C, -1), axis=1)
     run = run_model(
         model, params, (*frozen, tail.tail), token_BC, position_BC, length_B=length_B,
-        column_B=last_B, attention_mass=attention_mass, memory=tail.memory, edits=edits,
+        column_B=last_B, attention_mass=attention_mass, state=tail.state, edits=edits,
         read=sites_to_record(names),
     )  # fmt: skip
     out = _commit_pass(model, tail, *run, names)

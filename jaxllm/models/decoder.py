@@ -94,7 +94,7 @@ class DecoderConfig(ModelConfig):
     def window(self, layer: int) -> int | None:
         return self.sliding_window
 
-    def memory_shape(self, layer: int) -> Any:
+    def state_shape(self, layer: int) -> Any:
         kind = self.long_attention(layer)
         if kind is None or kind.kind != "infini":
             return None
@@ -129,6 +129,13 @@ class DecoderConfig(ModelConfig):
     def biases(self) -> tuple[bool, bool, bool]:
         """Whether there are biases on q/k/v, on the attention output, and in the MLP."""
         return (self.attention_bias, self.attention_bias, self.mlp_bias)
+
+    @property
+    def gates_attention(self) -> bool:
+        """Whether attention's heads are multiplied by the sigmoid of a gate. Each head's gate
+        follows its query in the rows of `q_proj`.
+        """
+        return False
 
     @property
     def attention_scale(self) -> float:
@@ -173,18 +180,25 @@ class Attention(nn.Module):
             return Linear(heads * c.head_dim, qkv_bias, p, name=name)
 
         K, rope = c.num_key_value_heads, c.layer_rope(self.layer)
-        heads = {"q_proj": c.num_attention_heads, "k_proj": K, "v_proj": K}
+        heads = {
+            "q_proj": c.num_attention_heads * (1 + c.gates_attention),
+            "k_proj": K,
+            "v_proj": K,
+        }
         q, k, v = project(x, *(linear(*item) for item in heads.items()))
         if c.qk_norm == "all heads":
             q, k = self._norm_qk(q, k)
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
+        gate = None
+        if c.gates_attention:
+            q, gate = q[:, :, 0::2], q[:, :, 1::2]
         if c.qk_norm == "each head":
             q, k = self._norm_qk(q, k)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         kind, memory_inputs = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
             gate_N = get_param(self, "memory_gate", c.num_attention_heads)
-            memory = context.memory[self.layer] if context.memory else None
+            memory = context.state[self.layer] if context.state else None
             memory_inputs = MemoryInputs(q, k, v, gate_N, memory)
         if rope is not None:
             angles = context.angles[c.ropes.index(rope)]
@@ -208,6 +222,7 @@ class Attention(nn.Module):
             cap=c.attention_cap,
             kind=kind,
             memory_inputs=memory_inputs,
+            gate=gate,
             self_extend=rope if rope is not None and rope.is_self_extended else None,
         )
 
@@ -248,18 +263,24 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
-        c, p = self.config, self.precision
-        before, after, before_mlp, after_mlp = c.norms
+        before, after, before_mlp, after_mlp = self.config.norms
         site = context.site_recorder(self.layer)
         x = site("resid_pre", x)
         normed = site("attn_norm", context.gather_tokens(self._norm(before, x)))
-        attended = Attention(c, p, self.layer, name="self_attn")(normed, context, site)
+        attended = self._attend(normed, context, site)
         y = self._scale_residual(self._norm(after, attended.x))
         x = site("resid_mid", x + site("attn_out", y))
         normed = site("mlp_norm", context.gather_tokens(self._norm(before_mlp, x)))
         y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, context, site)))
         x = site("resid_post", x + site("mlp_out", y))
         return Layer(attended, x, site.recorded)
+
+    def _attend(
+        self, x: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> AttentionOutput:
+        attention = Attention(self.config, self.precision, self.layer, name="self_attn")
+        output: AttentionOutput = attention(x, context, site)
+        return output
 
     def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
         y: jax.Array = MLP(self.config, self.precision, name="mlp")(x, site)
@@ -314,7 +335,7 @@ class Decoder(Model, nn.Module):
         angles: tuple[Angles, ...] | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
-        memory: tuple[Any, ...] = (),
+        state: tuple[Any, ...] = (),
         hooks: ParallelHooks = NO_PARALLEL,
         row_B: jax.Array | None = None,
         branches: Branches | None = None,
@@ -332,13 +353,13 @@ class Decoder(Model, nn.Module):
                 T, F]`; None: computed from positions.
             mask_BTS: The slots, then the new tokens, that each query attends to, as in
                 `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
-            document_BT, memory, hooks, row_B, branches, edits, read: See `AttentionContext`.
+            document_BT, state, hooks, row_B, branches, edits, read: See `AttentionContext`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
-        args = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B, branches)
+        args = (mask_BTS, attention_mass, angles, document_BT, state, hooks, row_B, branches)
         context = AttentionContext(position_BT, segments, *args, edits, read, self.packed)
         site, scale = context.site_recorder(None), c.embedding_scale
         x = site("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))

@@ -70,8 +70,8 @@ def check_inputs(
     for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
-    if config.segment_length is not None and is_concrete(positions_BT):
-        _check_order(np.asarray(positions_BT), cache)
+    if config.has_state and is_concrete(positions_BT):
+        _check_order(config, np.asarray(positions_BT), cache)
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
         check_token_ranges(config, np.asarray(tokens_BT), np.asarray(positions_BT))
         if cache is not None and is_concrete(cache.cursor):
@@ -108,22 +108,25 @@ def check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
         )
 
 
-def _check_order(positions_BT: np.ndarray, cache: KVCache | None) -> None:
-    """Raise TokenError unless positions are consecutive, as a model with a memory requires."""
+def _check_order(config: ModelConfig, positions_BT: np.ndarray, cache: KVCache | None) -> None:
+    """Raise TokenError unless positions are consecutive, as a model with a state requires."""
     for row, position_T in enumerate(positions_BT):
         real = position_T[position_T >= 0]
         jumps = np.flatnonzero(np.diff(real) != 1)
         if jumps.size:
             raise TokenError(
                 f"row {row}: position {real[jumps[0] + 1]} follows {real[jumps[0]]}, but this"
-                " model's layers keep a memory and must read tokens in order"
+                " model's layers keep a state and must read tokens in order"
             )
         if real.size and cache is not None and is_concrete(cache.next_position_B):
             next_ = int(cache.next_position_B[row])
-            if real[0] < next_:
+            skips = real[0] > next_ and config.segment_length is None
+            if real[0] < next_ or skips:
                 raise TokenError(
-                    f"row {row}: position {real[0]} is already in the model's memory, expected at"
-                    f" least {next_}. Rewind the cache, or use one forked earlier"
+                    f"row {row}: position {real[0]} is already in the model's state, expected"
+                    f" {next_}. Rewind the cache, or use one forked earlier"
+                    if not skips
+                    else f"row {row}: position {real[0]} does not follow the text, expected {next_}"
                 )
 
 

@@ -83,7 +83,7 @@ class AttentionContext(NamedTuple):
         angles: Cosines and sines for each of `ModelConfig.ropes`.
         document_BT: int32, the document of each new token, which attends to new tokens of the same
             document only, and to all of the cache.
-        memory: Each layer's memory of earlier text; empty for none.
+        state: Each layer's state after earlier text; empty for none.
         hooks: Hooks if tokens are sharded over devices.
         row_B: int32, which row of the segments each row of tokens reads; None: its own.
         branches: The nodes of a tree that each row attends to after the cache; None: no tree.
@@ -97,7 +97,7 @@ class AttentionContext(NamedTuple):
     mass: bool = False
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
-    memory: tuple[Any, ...] = ()
+    state: tuple[Any, ...] = ()
     hooks: ParallelHooks = NO_PARALLEL
     row_B: jax.Array | None = None
     branches: Branches | None = None
@@ -122,14 +122,14 @@ class AttentionOutput(NamedTuple):
         x: The output projection, `[B, T, D]`.
         mass: Attention received by every slot and new token, float32 `[B, S + T]`; None unless
             requested.
-        memory: The memory after these tokens, if the kind of attention has one.
+        state: What `commit` takes for `KVCache.state`, if the layer has one.
     """
 
     k: ops.Entries
     v: ops.Entries
     x: jax.Array
     mass: jax.Array | None = None
-    memory: Any = None
+    state: Any = None
 
 
 class Layer(NamedTuple):
@@ -193,10 +193,10 @@ class Trace(struct.PyTreeNode):
         return (self.layers[-1].attention.x,)
 
     @property
-    def memory(self) -> tuple[Any, ...]:
-        """The layers' memories; empty if none has one."""
-        memories = tuple(layer.attention.memory for layer in self.layers)
-        return memories if any(x is not None for x in memories) else ()
+    def state(self) -> tuple[Any, ...]:
+        """The layers' states; empty if none has one."""
+        states = tuple(layer.attention.state for layer in self.layers)
+        return states if any(x is not None for x in states) else ()
 
     @property
     def attention_mass(self) -> tuple[jax.Array, ...] | None:
@@ -220,6 +220,7 @@ def attend(
     cap: float | None = None,
     kind: LongAttention | None = None,
     memory_inputs: MemoryInputs | None = None,
+    gate: jax.Array | None = None,
     self_extend: Rope | None = None,
 ) -> AttentionOutput:
     """Compute attention of one layer over its cached keys and values, and the new tokens.
@@ -233,6 +234,7 @@ def attend(
         cap: See `ops.attend`.
         kind: Long-context attention, a row of `long.ATTENTION_KINDS`; None: dense.
         memory_inputs: Further inputs for a kind that has a memory.
+        gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
         self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
 
     Raises:
@@ -255,7 +257,7 @@ def attend(
     if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
         parts = list(ops.take_rows(parts, context.row_B))
         context = context._replace(row_B=None)
-    mass, memory = None, None
+    mass, state = None, None
     options: Any = {"scale": scale, "cap": cap}
     if context.hooks.attend is not None:
         if context.mask_BTS is not None or context.mass or site.touches(*WEIGHT_SITES):
@@ -267,7 +269,7 @@ def attend(
         out, new = context.hooks.attend(q, at, parts, documents, window=window, **options)
     elif kind is not None:
         attend_long = ATTENTION_KINDS[kind.kind]
-        out, mass, memory = attend_long(kind, context, site, q, parts, memory_inputs, **options)
+        out, mass, state = attend_long(kind, context, site, q, parts, memory_inputs, **options)
     elif self_extend is not None:
         if context.mask_BTS is not None or context.document_BT is not None:
             raise ConfigError(
@@ -290,11 +292,13 @@ def attend(
         )
     else:
         out, mass = _attend_dense(context, site, q, parts, window=window, **options)
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     out = site("attn.z", out)
     if site.reads("attn.result"):
         site("attn.result", _head_outputs(out, project_out))
     x = site("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
-    return AttentionOutput(new.k_BSKH, new.v_BSKH, x, mass, memory)
+    return AttentionOutput(new.k_BSKH, new.v_BSKH, x, mass, state)
 
 
 def _attend_dense(
@@ -413,13 +417,13 @@ def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callabl
     """
 
     @partial(jax.jit, static_argnums=0)
-    def run(first: Any, params: Any, entries: Any, memory: Any, x: jax.Array) -> Layer:
+    def run(first: Any, params: Any, entries: Any, state: Any, x: jax.Array) -> Layer:
         before = (None,) * first.layer
         segments = tuple(
             s.replace(k=(*before, k), v=(*before, v))
             for s, (k, v) in zip(full.segments, entries, strict=True)
         )
-        context = full._replace(segments=segments, memory=memory and (*before, memory[0]))
+        context = full._replace(segments=segments, state=state and (*before, state[0]))
         layer: Layer = first.apply({"params": params}, x, context)
         return layer
 
@@ -430,8 +434,8 @@ def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callabl
             block.config.layer_signature(block.layer), block.clone(parent=None, name=None)
         )
         entries = [(s.k[block.layer], s.v[block.layer]) for s in full.segments]
-        memory = full.memory and (full.memory[block.layer],)
-        return first, block.variables["params"], entries, memory
+        state = full.state and (full.state[block.layer],)
+        return first, block.variables["params"], entries, state
 
     return run, arguments
 

@@ -33,7 +33,7 @@ def promise_packed(model: Model, cache: KVCache, lengths_B: Any = None) -> Model
         return model
     equal = lengths_B is None or np.unique(np.asarray(lengths_B)).size == 1
     readable = cache.dtype in flash.DTYPES and flash.find_problem() is None
-    can_pack = equal and readable and not cache.memory and is_packed(cache)
+    can_pack = equal and readable and not cache.state and is_packed(cache)
     return model if can_pack == packed else model.clone(packed=can_pack)
 
 

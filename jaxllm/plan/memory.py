@@ -143,7 +143,7 @@ def cache_bytes(step: StepSizes) -> int:
 def _slot_bytes(share: ModelConfig, dtype: str) -> tuple[int, int]:
     """Return the bytes of a slot's keys and values in all layers, and of a row's memory."""
     cache = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
-    return _tree_bytes((cache.tail.k, cache.tail.v)), _tree_bytes(cache.memory)
+    return _tree_bytes((cache.tail.k, cache.tail.v)), _tree_bytes(cache.state)
 
 
 def working_bytes(step: StepSizes) -> int:

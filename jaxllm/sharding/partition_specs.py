@@ -146,7 +146,7 @@ def segment_specs(segment: Segment, batch: int, rows: RowAxes, axes: MeshSpec) -
 def memory_specs(config: ModelConfig, rows: RowAxes) -> tuple[Any, ...]:
     """Return the specs of what layers store besides keys and values; None for nothing."""
     return tuple(
-        jax.tree.map(lambda x: P(rows, KV_HEAD_AXES) if x.ndim else P(rows), config.memory_shape(i))
+        jax.tree.map(lambda x: P(rows, KV_HEAD_AXES) if x.ndim else P(rows), config.state_shape(i))
         for i in range(config.num_hidden_layers)
     )
 

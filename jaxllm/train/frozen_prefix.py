@@ -25,7 +25,7 @@ import numpy as np
 from jaxllm import steps
 from jaxllm.cache.commit import commit
 from jaxllm.cache.files import save_cache
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_state, check_usable, init_cache
 from jaxllm.cache.operations import compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.lm import LM, to_one_device
@@ -65,7 +65,7 @@ def to_segments(cache: KVCache) -> steps.Segments:
     Raises CacheMismatchError for several rows, an empty cache, or a compressive memory.
     """
     check_usable(cache)
-    check_no_memory(cache, "training on a prefix")
+    check_no_state(cache, "training on a prefix")
     if cache.batch != 1 or not int(cache.length_B[0]):
         raise CacheMismatchError(
             "a prefix for training must be a cache of one row that is not empty: got"

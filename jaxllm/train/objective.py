@@ -61,7 +61,7 @@ def forward(
 ) -> Trace:
     """Run the forward pass over rows whose documents do not attend to each other.
 
-    Models with a compressive memory need one document a row (`Dataset.check`).
+    Models whose layers keep a state need one document a row (`Dataset.check`).
 
     Args:
         segments: cache segments that all documents attend to.
@@ -69,7 +69,7 @@ def forward(
             do not need it: they sum over sharded logits.
         options: other arguments of `steps.forward`.
     """
-    if model.config.segment_length is None:
+    if not model.config.has_state:
         options["document_BT"] = rows.document_BT
     return steps.run_model(
         model if gather_logits else model.with_sharded_logits(),

@@ -38,7 +38,7 @@ from tests.tiny_models import random_model, tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountingConfig(LlamaConfig):
-    def memory_shape(self, layer: int) -> Any:
+    def state_shape(self, layer: int) -> Any:
         return {"seen": jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32)} if layer else None
 
 
@@ -59,7 +59,7 @@ class Counting(Decoder):
             seen_BTV if column_B is None else seen_BTV[jnp.arange(len(column_B)), column_B][:, None]
         )
         *rest, last = trace.layers
-        attention = last.attention._replace(memory={"seen": seen_BTV[:, -1]})
+        attention = last.attention._replace(state={"seen": seen_BTV[:, -1]})
         last = last._replace(attention=attention)
         return trace.replace(layers=(*rest, last), logits=trace.logits + shown)
 
@@ -74,8 +74,8 @@ def lm() -> Any:
 
 
 def seen(cache: jaxllm.KVCache) -> np.ndarray:
-    assert cache.memory[0] is None
-    return np.asarray(cache.memory[1]["seen"])
+    assert cache.state[0] is None
+    return np.asarray(cache.state[1]["seen"])
 
 
 def counted(ids: Any) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_memory_follows_batch_operations_and_files(lm: Any, tmp_path: Path) -> N
     save_cache(tmp_path / "c", cache, *lm)
     again = load_cache(tmp_path / "c", *lm)
     assert again == cache
-    assert again != again.replace(memory=jax.tree.map(lambda x: x + 1, again.memory))
+    assert again != again.replace(state=jax.tree.map(lambda x: x + 1, again.state))
     plain, params = random_model("llama")
     with pytest.raises(CacheMismatchError, match="memory"):
         delta = jaxllm.forward(plain, params, None, ids).delta

@@ -212,7 +212,7 @@ def _score_rest(
         token_BA[:, :-1],
         position_BA,
         length_B=total_B,
-        memory=cache.memory,
+        state=cache.state,
     )
     target = token_BA[:, 1:]
     return log_likelihood(trace.logits, target), jnp.argmax(trace.logits, axis=-1) == target

@@ -124,7 +124,7 @@ def open_store(
     """
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
-    if cache.memory and (prefix_cache is not None or shared_prefixes):
+    if cache.state and (prefix_cache is not None or shared_prefixes):
         name = "shared_prefixes" if prefix_cache is None else "prefix_cache"
         raise ConfigError(
             f"{name} does not support this model: its layers keep a memory of the whole text,"

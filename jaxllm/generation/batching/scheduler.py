@@ -251,7 +251,7 @@ def _open_draft(
         return Draft(source, width)
     draft_model, draft_params = source
     draft_cache = init_cache(draft_model, cache.batch, cache.capacity)
-    if draft_model.is_sharded or draft_cache.memory:
+    if draft_model.is_sharded or draft_cache.state:
         raise ConfigError("a draft model of serve cannot be sharded, or keep a memory of the text")
     if (limit := draft_model.config.position_limit) < slots:
         raise ConfigError(

@@ -45,7 +45,7 @@ def assign_layers(config: ModelConfig, stages: int, chunks: int = 1) -> list[lis
             f"num_hidden_layers {count} is not divisible into {within}: the chunks of a stage run"
             " in one program, so they need equal numbers of layers. Use one chunk"
         )
-    if stages > 1 and any(config.memory_shape(i) is not None for i in range(count)):
+    if stages > 1 and any(config.state_shape(i) is not None for i in range(count)):
         raise ConfigError(
             "layers with a memory cannot be pipelined: it passes from segment to segment, not from"
             " stage to stage. Use a mesh with stage=1"

@@ -121,11 +121,11 @@ class Dataset:
 
     def check(self, config: ModelConfig) -> None:
         """Raise CapacityError for rows longer than the context, TokenError for ids outside the
-        vocabulary, ConfigError for packed rows if the model has a compressive memory.
+        vocabulary, ConfigError for packed rows if the model has a state.
         """
-        if config.segment_length is not None and any(len(row) > 1 for row in self._rows):
+        if config.has_state and any(len(row) > 1 for row in self._rows):
             raise ConfigError(
-                "this model keeps a memory of a whole row, so documents cannot share rows: use"
+                "this model keeps a state of a whole row, so documents cannot share rows: use"
                 " --no-pack"
             )
         if self.width > config.context_length:

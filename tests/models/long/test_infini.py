@@ -236,13 +236,13 @@ def test_rewind_within_current_segment_restores_memory(format: str) -> None:
     back = rewind(cache, to=border + 1)
     close(peek(lm, back), peek(lm, filled(lm, border + 1)), atol)
     for ours, theirs in zip(
-        *map(jax.tree.leaves, (back.memory, filled(lm, border + 1).memory)), strict=True
+        *map(jax.tree.leaves, (back.state, filled(lm, border + 1).state)), strict=True
     ):
         close(ours, theirs, atol)
     exact = rewind(cache, to=border)
     begun = filled(lm, border)
     close(peek(lm, exact), peek(lm, begun), 2e-6)
-    assert rewind(cache, 0).memory is cache.memory
+    assert rewind(cache, 0).state is cache.state
 
 
 def test_infini_refuses_unsupported_operations(linear: Any) -> None:
@@ -288,7 +288,7 @@ def test_half_precision_and_int8_stay_within_ten_percent(linear: Any) -> None:
         logits, cache = jaxllm.prefill(model, params, cache, ids, chunk=8)
         assert np.isfinite(logits).all()
         assert np.abs(logits - theirs).max() < 0.1 * np.abs(theirs).max()
-        assert cache.memory[0].m_BKHH.dtype == jnp.float32
+        assert cache.state[0].m_BKHH.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Rewinding Infini-attention memory, at most to the start of the current segment.
+"""Rewinding the state of layers, at most to the start of the current chunk or segment.
 
-Additions of finished segments cannot be removed. The current segment's are stored separately and
+A recurrent layer's rows since the last boundary are dropped, which is exact. Infini-attention's
+additions of finished segments cannot be removed. The current segment's are stored separately and
 recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
 cache's precision.
 """
@@ -12,33 +13,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, check_no_memory
+from jaxllm.cache.kv import KVCache, check_no_state
 from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError
 from jaxllm.ops.compressive import Memory, Update, discard_segment, write
 from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.recurrent import RecurrentState, drop
 from jaxllm.ops.rope import inverse_frequencies, rerotate
 from jaxllm.runtime.multihost import to_host
 
 
-def rewind_memory(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
-    """Return each layer's memory as it was when each row's next position was `next_B`.
+def rewind_state(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
+    """Return each layer's state as it was when each row's next position was `next_B`.
 
-    Raises CacheMismatchError for other kinds of memory, for rows that would return to a finished
-    segment, and if needed tokens of the current segment are no longer in the cache.
+    Raises CacheMismatchError for other kinds of state, for rows that would return to before the
+    current chunk or segment, and if needed tokens of the segment are no longer in the cache.
     """
-    length = cache.config.segment_length
-    if not cache.memory or length is None:
-        check_no_memory(cache, "rewind")
+    begin_B = rewind_limit(cache)
+    if not cache.state:
         return ()
     if isinstance(next_B, jax.core.Tracer) or isinstance(cache.cursor, jax.core.Tracer):
-        check_no_memory(cache, "rewind inside a compiled program")
-    begin_B = to_host(cache.memory[0].segment_B) * length
+        check_no_state(cache, "rewind inside a compiled program")
     _check_rewind(cache, to_host(next_B), begin_B)
     if (to_host(next_B) == to_host(cache.next_position_B)).all():
-        return cache.memory
+        return cache.state
+    length = cache.config.segment_length
+    if length is None:
+        return tuple(None if state is None else drop(state, next_B) for state in cache.state)
     layers = []
-    for layer, memory in enumerate(cache.memory):
+    for layer, memory in enumerate(cache.state):
         kind, rope = cache.config.long_attention(layer), cache.config.layer_rope(layer)
         assert kind is not None
         entries = [(s.k[layer], s.v[layer], s.position_BS) for s in cache.segments]
@@ -47,15 +50,35 @@ def rewind_memory(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
     return tuple(layers)
 
 
+def rewind_limit(cache: KVCache) -> np.ndarray:
+    """Return the position to which each row can be rewound, int32 `[B]`; 0 without a state.
+
+    Rows with recurrent layers can also be rewound to 0. Raises CacheMismatchError for another kind
+    of state.
+    """
+    if not cache.state:
+        return np.zeros(cache.batch, np.int32)
+    length, state = cache.config.segment_length, next(x for x in cache.state if x is not None)
+    if length is not None:
+        return np.asarray(to_host(state.segment_B) * length)
+    if not isinstance(state, RecurrentState):
+        check_no_state(cache, "rewind")
+    return to_host(state.start_B)
+
+
 def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
     position_BS, last_B = to_host(cache.position_BS), to_host(cache.next_position_B)
+    sums_tokens = cache.config.segment_length is None  # recurrent layers
     for row, (to, begin, next_position) in enumerate(zip(next_B, begin_B, last_B, strict=True)):
-        if to < begin:
+        if to < begin and (to or not sums_tokens):
+            part = "chunk" if sums_tokens else "segment"
             raise CacheMismatchError(
-                f"rewind: row {row} cannot go back to position {to}: its memory can be rewound to"
-                f" {begin}, the start of the current segment, since additions of finished segments"
+                f"rewind: row {row} cannot go back to position {to}: its state can be rewound to"
+                f" {begin}, the start of the current {part}, since additions of finished {part}s"
                 " cannot be removed. Continue from a cache that was forked or saved before"
             )
+        if sums_tokens:
+            continue
         count = ((position_BS[row] >= begin) & (position_BS[row] < to)).sum()
         if begin < to < next_position and count < to - begin:
             raise CacheMismatchError(
