@@ -168,11 +168,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_text": (
-        "Qwen3_5Text",
+        "Qwen3_5",
         {
             **LLAMA,
-            "num_hidden_layers": 4,
             "head_dim": 16,
+            "full_attention_interval": 2,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 12,
@@ -216,7 +216,7 @@ class Twin:
 def theirs(family: str, **changes: Any) -> Any:
     """Return the transformers configuration of a tiny model."""
     kind, base = KINDS[family]
-    text = "Text" if family == "gemma3_text" else ""
+    text = "Text" if family.endswith("_text") else ""
     return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
 
 

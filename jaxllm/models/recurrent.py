@@ -140,10 +140,11 @@ class GatedDeltaNet(nn.Module):
         sizes = {"qkv": 2 * keys + values, "z": values, "b": N, "a": N}
         linears = [Linear(size, False, p, name=f"in_proj_{x}") for x, size in sizes.items()]
         qkv, z, b, a = project(x, *linears)
-        log_N, bias_N = (
-            get_param(self, name, N).astype(jnp.float32) for name in ("A_log", "dt_bias")
+        log_11N, bias_11N = (
+            get_param(self, name, N).astype(jnp.float32)[None, None]
+            for name in ("A_log", "dt_bias")
         )
-        decay = -jnp.exp(log_N) * jax.nn.softplus(a.astype(jnp.float32) + bias_N)
+        decay = -jnp.exp(log_11N) * jax.nn.softplus(a.astype(jnp.float32) + bias_11N)
         update = jax.nn.sigmoid(b.astype(jnp.float32))
         others = tuple(y.reshape(*y.shape[:2], H, -1) for y in (decay, update))
 

@@ -171,7 +171,7 @@ def _run_open(
     at_B = position_BT[:, 0] - state.start_B  # the first token's place in the chunk
     past_BLX = jnp.concatenate([state.before_BLX, state.rows.input_BTX], axis=1)
     window = state.before_BLX.shape[1]
-    places_BL = at_B[:, None].clip(0) + jnp.arange(window, dtype=jnp.int32)
+    places_BL = at_B[:, None].clip(0) + jnp.arange(window, dtype=jnp.int32)[None]
     inputs_BSX = jnp.concatenate([_take_columns(past_BLX, places_BL), input_BTX], axis=1)
     conv_BTX = convolve(inputs_BSX, recurrence)
     if recurrence.split is None:
@@ -197,10 +197,10 @@ def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
     width = recurrence.weight_XL.shape[1]
     size = inputs_BSX.shape[1] - width + 1
     weight_XL = recurrence.weight_XL.astype(jnp.float32)
-    parts = (inputs_BSX[:, j : j + size] * weight_XL[:, j] for j in range(width))
+    parts = (inputs_BSX[:, j : j + size] * weight_XL[None, None, :, j] for j in range(width))
     total = sum(parts, jnp.zeros((), jnp.float32))
     bias = recurrence.bias_X
-    summed: jax.Array = total if bias is None else total + bias.astype(jnp.float32)
+    summed: jax.Array = total if bias is None else total + bias.astype(jnp.float32)[None, None]
     return summed
 
 
@@ -230,17 +230,16 @@ def _read_and_write(
         score = einsum("BTHK,BTHK->BTH", tokens.query_BTHK, tokens.key_BTHK)
         return old[:, 0] + score[..., None, None] * value, value
     gap_BHRTS = _by_head(decay_BTHR)[..., :, None] - _by_head(decay_BTHR)[..., None, :]
-    at_T = jnp.arange(T)
-    before_TS = at_T[:, None] >= at_T[None]
-    factor = jnp.exp(jnp.where(before_TS, gap_BHRTS, -jnp.inf))
+    earlier_TS, upto_TS = (jnp.tri(T, k=k, dtype=bool)[None, None, None] for k in (-1, 0))
+    factor = jnp.exp(jnp.where(upto_TS, gap_BHRTS, -jnp.inf))
     score = einsum("BNTHK,BSHK->BNHTS", reads, tokens.key_BTHK)
     value = _added(tokens, old)
     if tokens.update_BTHR is not None:
         share_BHRT1 = _by_head(tokens.update_BTHR)[..., None]
-        lower = score[:, 1, :, None] * factor * share_BHRT1 * (at_T[:, None] > at_T[None])
+        lower = jnp.where(earlier_TS, score[:, 1, :, None] * factor * share_BHRT1, 0.0)
         value = jnp.moveaxis(
             jax.lax.linalg.triangular_solve(
-                lower + jnp.eye(T), jnp.moveaxis(value, 1, 3),
+                lower, jnp.moveaxis(value, 1, 3),
                 left_side=True, lower=True, unit_diagonal=True,
             ), 3, 1,
         )  # fmt: skip

@@ -47,7 +47,7 @@ class Counting(Decoder):
 
     @nn.compact
     def __call__(self, token_BT: Any, position_BT: Any, *args: Any, **options: Any) -> Trace:
-        before = options.pop("memory", ())
+        before = options.pop("state", ())
         trace = super().__call__(token_BT, position_BT, *args, **options)
         real_BT1 = (position_BT >= 0)[..., None].astype(jnp.float32)
         one_BTV = jax.nn.one_hot(token_BT, self.config.vocab_size) * real_BT1
@@ -125,7 +125,7 @@ def test_memory_follows_batch_operations_and_files(lm: Any, tmp_path: Path) -> N
     assert again == cache
     assert again != again.replace(state=jax.tree.map(lambda x: x + 1, again.state))
     plain, params = random_model("llama")
-    with pytest.raises(CacheMismatchError, match="memory"):
+    with pytest.raises(CacheMismatchError, match="state|memory"):
         delta = jaxllm.forward(plain, params, None, ids).delta
         jaxllm.commit(cache, delta)
 
@@ -145,9 +145,9 @@ def test_operations_that_rewrite_history_refuse_memory(lm: Any) -> None:
     """
     ids = tokens(1, 6)
     _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 1, 16), ids)
-    with pytest.raises(CacheMismatchError, match=r"rewind: .* memory"):
+    with pytest.raises(CacheMismatchError, match=r"rewind: .* state"):
         rewind(cache, 1)
-    with pytest.raises(CacheMismatchError, match=r"sequences: .* memory"):
+    with pytest.raises(CacheMismatchError, match=r"sequences: .* state"):
         read_positions(cache)
     mass_BS = np.ones((1, cache.slots), np.float32)
     for name, operation in {
@@ -157,10 +157,10 @@ def test_operations_that_rewrite_history_refuse_memory(lm: Any) -> None:
         "heavy_hitters": lambda: heavy_hitters(cache, mass_BS, heavy=1, recent=2),
         "recompute": lambda: recompute(*lm, cache, 1, 3),
     }.items():
-        with pytest.raises(CacheMismatchError, match=rf"{name}: .* memory"):
+        with pytest.raises(CacheMismatchError, match=rf"{name}: .* state"):
             operation()
     assert (seen(compact(cache)) == counted(ids)).all()
-    with pytest.raises(ConfigError, match="keep a memory"):
+    with pytest.raises(ConfigError, match="keep a state"):
         jaxllm.beam_search(*lm, ids, num_beams=2, max_new_tokens=3)
-    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
+    with pytest.raises((ConfigError, CacheMismatchError), match="state"):
         jaxllm.speculative_generate(*lm, ids, draft=jaxllm.PromptLookup(), max_new_tokens=3)

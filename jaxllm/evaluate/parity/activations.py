@@ -45,20 +45,23 @@ _SITES = ("attn_norm", "attn.rot_q", "attn.z", "mlp_norm", "mlp.post", "router",
 
 
 def activation_names(
-    model_type: str, layers: int, has_experts: Callable[[int], bool] = lambda layer: False
+    model_type: str,
+    layers: int,
+    has_experts: Callable[[int], bool] = lambda layer: False,
+    is_recurrent: Callable[[int], bool] = lambda layer: False,
 ) -> list[str]:
     """Return the names of all activations, in the order of computation.
 
-    has_experts: returns whether a layer is MoE. Raises ConfigError for an unknown family.
+    has_experts, is_recurrent: return whether a layer is MoE, and whether it lacks attention. Raises
+    ConfigError for an unknown family.
     """
     f = get_family(model_type)
-    within = [f.attention_norm] if f.attention_norm else []
-    within += ["q", "k", "v", "heads", f.attention]
-    within += [f.mlp_norm] if f.mlp_norm else []
     names = [f.embeddings]
     for i in range(layers):
         path, last = f"{f.layers}.{i}", f.router if has_experts(i) else f"{f.mlp_down}.input"
-        names += [*(f"{path}.{part}" for part in (*within, last, "mlp")), path]
+        heads = () if is_recurrent(i) else ("q", "k", "v", "heads")
+        within = (f.attention_norm, *heads, f.attention, f.mlp_norm, last, "mlp")
+        names += [*(f"{path}.{part}" for part in within if part), path]
     return [*names, f.norm, "logits"]
 
 
@@ -93,10 +96,13 @@ def activations(
         start_B = start_B if cache is None else np.asarray(cache.next_position_B)
         positions_BT = start_B[:, None] + np.arange(np.shape(tokens_BT)[-1], dtype=np.int32)[None]
     token_BT, position_BT = check_tokens(model.config, tokens_BT, positions_BT)
-    segments = () if cache is None else cache.segments
-    trace = _trace(model, params, segments, token_BT, position_BT)
+    past = ((), ()) if cache is None else (cache.segments, cache.state)
+    trace = _trace(model, params, *past, token_BT, position_BT)
     routed = ["router" in layer.sites for layer in trace.layers]
-    names = activation_names(model.config.model_type, len(routed), routed.__getitem__)
+    recurrent = ["attn.z" not in layer.sites for layer in trace.layers]
+    names = activation_names(
+        model.config.model_type, len(routed), routed.__getitem__, recurrent.__getitem__
+    )
     family_row = get_family(model.config.model_type)
     return dict(zip(names, _trace_arrays(trace, family_row), strict=True))
 
@@ -120,12 +126,13 @@ def check_tokens(
 def _trace(
     model: Model,
     params: Params,
-    segments: Sequence[Segment],
+    segments: tuple[Segment, ...],
+    state: tuple[Any, ...],
     token_BT: jax.Array,
     position_BT: jax.Array,
 ) -> Trace:
-    segments = tuple(segments)
-    return run_model(model, params, segments, token_BT, position_BT, read=_SITES)[0]
+    options: Any = {"state": state, "read": _SITES}
+    return run_model(model, params, segments, token_BT, position_BT, **options)[0]
 
 
 def _trace_arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
@@ -134,8 +141,10 @@ def _trace_arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
     for layer in trace.layers:
         sites, attended = layer.sites, layer.attention
         yield from (sites["attn_norm"],) if row.attention_norm else ()
-        yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
-        yield from (sites["attn.z"], attended.x)
+        if "attn.z" in sites:
+            yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
+            yield sites["attn.z"]
+        yield attended.x
         yield from (sites["mlp_norm"],) if row.mlp_norm else ()
         yield sites["router" if "router" in sites else "mlp.post"]
         yield from (sites["mlp.output"], layer.x)
@@ -239,14 +248,14 @@ def decoded_arrays(
     Args:
         logits: `[B, V]` of each step.
         entries: Keys and values of each layer, `[B, S, K, H]`; a sliding window has only the last
-            slots.
+            slots. None for a layer without attention.
         position_BS: Absolute positions of all slots, negative for empty ones.
     """
-    arrays = {}
+    arrays, kept = {}, [pair for pair in entries if pair is not None]
     for layer, pair in zip(layers, entries, strict=True):
-        for part, x_BSX in zip("kv", pair, strict=True):
+        for part, x_BSX in zip("kv", pair or (), strict=False):
             arrays[f"cache {layer}.{part}"] = to_positions(x_BSX, position_BS[:, -x_BSX.shape[1] :])
-    fewest = min(x_BSX.shape[1] for pair in entries for x_BSX in pair)
+    fewest = min(x_BSX.shape[1] for pair in kept for x_BSX in pair)
     held_BS = position_BS[:, -fewest:]
     arrays["held"] = to_positions(np.ones(held_BS.shape, bool), held_BS)
     return {**arrays, LOGITS: np.stack(logits, axis=1)}
@@ -303,7 +312,7 @@ class JaxBackend:
         return decoded_arrays(
             [f"{path}.{layer}" for layer in range(len(k))],
             logits,
-            list(zip(k, v, strict=True)),
+            [pair if pair[0].shape[2] else None for pair in zip(k, v, strict=True)],
             np.asarray(to_host(cache.position_BS)),
         )
 

@@ -23,7 +23,8 @@ from jaxllm.runtime.validation import check_dtype
 TAPS = "jaxllm_taps"
 
 # Modules that transformers names differently, used if our name does not exist.
-MODULE_NAMES = {"attention": "self_attn"}
+RECURRENT = ("linear_attn", "conv", "mamba")  # in the place of attention
+MODULE_NAMES = {"attention": ("self_attn", *RECURRENT)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,12 @@ class TransformersBackend:
         return decoded_arrays(
             [f"{layers}.{layer}" for layer in range(len(cache.layers))],
             steps_BV,
-            [(_heads_last(layer.keys), _heads_last(layer.values)) for layer in cache.layers],
+            [
+                (_heads_last(layer.keys), _heads_last(layer.values))
+                if hasattr(layer, "keys")
+                else None
+                for layer in cache.layers
+            ],
             position_BS,
         )
 
@@ -109,6 +115,7 @@ class TransformersBackend:
             lambda layer: (
                 row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
             ),
+            lambda layer: any(f"{row.layers}.{layer}.{name}" in modules for name in RECURRENT),
         )
 
     @property
@@ -145,6 +152,12 @@ class TransformersBackend:
 
             return hook
 
+        def tap_heads(name: str) -> Callable[..., None]:
+            def hook(_: Any, given: Any) -> None:
+                outputs[name] = given[0].reshape(outputs[name].shape).clone()
+
+            return hook
+
         def attend(
             module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
         ) -> tuple[Any, Any]:
@@ -160,6 +173,10 @@ class TransformersBackend:
             stack.enter_context(_replace_attention(self.model, attend))
             for name in self._activation_names:
                 path, _, last = name.rpartition(".")
+                attention = getattr(body.get_submodule(path), "self_attn", None) if path else None
+                if last == "heads" and hasattr(attention, "o_proj"):  # they may be gated before it
+                    hook = attention.o_proj.register_forward_pre_hook(tap_heads(name))
+                    stack.callback(hook.remove)
                 if last in ("q", "k", "v", "heads", "logits"):
                     continue
                 if last in ("input", "embeddings"):
@@ -167,7 +184,8 @@ class TransformersBackend:
                     stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
                 module = body.get_submodule(path)
-                module = getattr(module, last, None) or module.get_submodule(MODULE_NAMES[last])
+                names = (last, *MODULE_NAMES.get(last, ()))
+                module = next(getattr(module, name) for name in names if hasattr(module, name))
                 stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
 

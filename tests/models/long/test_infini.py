@@ -255,7 +255,7 @@ def test_infini_refuses_unsupported_operations(linear: Any) -> None:
         rewind(gone, to=22)
     with pytest.raises(ConfigError, match="cached tokens cannot move"):
         shift(cache, 3)
-    with pytest.raises(CacheMismatchError, match=r"patch: .* memory"):
+    with pytest.raises(CacheMismatchError, match=r"patch: .* state"):
         patch(cache, np.array([[1]]), jaxllm.forward(*linear, None, ids[:, :1]).delta)
     with pytest.raises(TokenError, match=r"position 4 follows 0, .* in order"):
         jaxllm.forward(*linear, None, ids[:, :2], positions_BT=np.array([[0, 4]]))
