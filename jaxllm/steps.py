@@ -155,10 +155,11 @@ def _forward_tree(
 ) -> Output:
     """Run new nodes of a tree; see `forward`."""
     config = model.config
-    if model.is_sharded or any(map(config.long_attention, range(config.num_hidden_layers))):
+    is_long = any(map(config.long_attention, range(config.num_hidden_layers)))
+    if model.is_sharded or is_long or config.has_state:
         raise ConfigError(
-            "trees need a model on one device, without long-context attention. Run the branches as"
-            " rows: jaxllm.cache.fork"
+            "trees need a model on one device, without long-context attention or recurrent layers."
+            " Run the branches as rows: jaxllm.cache.fork"
         )
     if parents_BN is None:
         raise TokenError("tree= needs parents=, the number of each new node's parent")

@@ -22,7 +22,7 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.slot_update import update_window, write_at_cursor
 from jaxllm.cache.tree import select_path
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
-from jaxllm.ops.recurrent import Rows, advance
+from jaxllm.ops.recurrent import Pending, advance
 
 
 def commit(cache: KVCache, delta: Delta, node: Any = None, *, donate: bool = False) -> KVCache:
@@ -72,11 +72,13 @@ def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = 
         tail=written,
         cursor=cache.cursor + columns,
         next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
-        state=tuple(
-            advance(old, new, delta.position_BS) if isinstance(new, Rows) else new
-            for old, new in zip(cache.state, delta.state, strict=True)
-        ),
+        state=commit_state(delta.state, delta.position_BS),
     )
+
+
+def commit_state(state: tuple[Any, ...], position_BT: jax.Array) -> tuple[Any, ...]:
+    """Return `KVCache.state` after tokens at these positions (-1: none). state: `Delta.state`."""
+    return tuple(advance(x, position_BT) if isinstance(x, Pending) else x for x in state)
 
 
 _commit = jax.jit(apply_delta)
@@ -112,12 +114,9 @@ def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
 
 
 def _check_match(cache: KVCache, delta: Delta) -> None:
-    kept = [
-        old.rows if isinstance(new, Rows) else old
-        for old, new in zip(cache.state, delta.state, strict=False)
-    ]
-    structure: Any = jax.tree.structure(delta.state)
-    if len(cache.state) != len(delta.state) or structure != jax.tree.structure(tuple(kept)):
+    state = tuple(x.state if isinstance(x, Pending) else x for x in delta.state)
+    structure: Any = jax.tree.structure(cache.state)
+    if structure != jax.tree.structure(state):
         raise CacheMismatchError("the delta's state does not have the structure of the cache's")
 
     def signature(segment: Segment) -> tuple[int, tuple[int, ...]]:

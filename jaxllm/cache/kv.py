@@ -59,8 +59,8 @@ class Delta(Segment):
     The same fields as a Segment with S = T; padding tokens have position -1.
 
     Attributes:
-        state: For `KVCache.state`, each layer's new value, or the rows of the tokens
-            (`ops.recurrent.Rows`); padding does not affect it.
+        state: For `KVCache.state`, each layer's new value, or what `ops.recurrent.advance` makes it
+            from; padding does not affect it.
         edits_B: As in `KVCache`.
     """
 

@@ -25,7 +25,7 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
     """Whether a text has the same bits alone, among others, and cut into any steps.
 
     That needs the native kernels, one device, attention to all of the text or a window of it,
-    weights that the kernels read, and no exact GELU (GPT-NeoX). It also needs
+    weights that the kernels read, no recurrent layers, and no exact GELU (GPT-NeoX). It also needs
     `Precision.invariant`, unless the instruction set uses one kernel for any number of rows: sets
     without a matrix unit do, for most formats.
     """
@@ -37,6 +37,8 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
     if config.hidden_act in ("gelu", "gelu_python"):  # XLA's erf depends on the number of rows
         return False
     if any(config.long_attention(i) is not None for i in range(config.num_hidden_layers)):
+        return False
+    if config.has_state:  # XLA's sums and exponentials
         return False
     formats = [precision.activations, *(o.activations for _, o in precision.overrides)]
     inputs = {"bfloat16" if f == "bfloat16" else "float32" for f in formats if f is not None}

@@ -220,13 +220,9 @@ def run_recurrence(
     for what, is_asked in requested.items():
         if is_asked:
             raise ConfigError(f"recurrent layers do not support {what}")
-    B, layer = x_BTX.shape[0], module.layer
-    if context.state:
-        state = context.state[layer]
-    else:
-        state = recurrent.empty_state(module.config.state_shape(layer), B)
-    in_order = module.precision.invariant
-    return recurrent.run(state, recurrence, x_BTX, others, context.position_BT, in_order=in_order)
+    state = context.state[module.layer] if context.state else None
+    shapes = module.config.state_shape(module.layer)
+    return recurrent.run(state, shapes, recurrence, x_BTX, others, context.position_BT)
 
 
 def recurrent_output(

@@ -56,6 +56,13 @@ class RecurrentState(struct.PyTreeNode):
     sum_BHRKV: Any = None
 
 
+class Pending(struct.PyTreeNode):
+    """The state that tokens continue, in their chunk, and their rows, `[B, T, ...]`."""
+
+    state: RecurrentState
+    rows: Rows
+
+
 class Tokens(NamedTuple):
     """What the convolution's output and other projections give for each token, float32.
 
@@ -107,49 +114,53 @@ def empty_state(shapes: Any, rows: int) -> Any:
 
 
 def run(
-    state: RecurrentState,
+    state: RecurrentState | None,
+    shapes: RecurrentState,
     recurrence: Recurrence,
     input_BTX: jax.Array,
     others: Any,
     position_BT: jax.Array,
-    *,
-    in_order: bool = False,
-) -> tuple[jax.Array, Rows | RecurrentState]:
+) -> tuple[jax.Array, "Pending | RecurrentState"]:
     """Run tokens (positions -1: padding), which are consecutive in each row.
 
     Args:
+        state: None before a text.
+        shapes: Those of `state_shapes`.
         others: A pytree of further projections `[B, T, ...]`, for `Recurrence.split`.
-        in_order: One token at a time, so that bits do not depend on how a text is cut.
 
     Returns:
-        The outputs, `[B, T, H, R, V]` or `[B, T, X]`; those of padding are arbitrary. And what
-        `commit` takes: the tokens' rows, or for more than `CHUNK` tokens the state after them.
+        The outputs, `[B, T, H, R, V]` or `[B, T, X]`; those of padding are arbitrary. And the
+        state after the tokens; up to `CHUNK` of them can still be committed in part.
     """
-    T = position_BT.shape[1]
+    B, T = position_BT.shape
     input_BTX = input_BTX.astype(jnp.float32)
-    if T == 1:
-        return _run_open(state, recurrence, input_BTX, others, position_BT)
-    if T <= CHUNK and not in_order:
+    if T > CHUNK:
+        buckets = make_buckets(position_BT, CHUNK)
+
+        def run_bucket(state: RecurrentState, bucket: Any) -> Any:
+            *given, position_BW = bucket
+            state = fold(state, position_BW.max(axis=1) // CHUNK * CHUNK)
+            out, rows = _run_open(state, recurrence, *given, position_BW)
+            return write(state, rows, position_BW), out
+
+        split = jax.tree.map(buckets.split, (input_BTX, others))
+        state = empty_state(shapes, B) if state is None else state
+        state, out = jax.lax.scan(run_bucket, state, (*split, buckets.position_nBW))
+        return buckets.join(out), state
+    given = (input_BTX, others, position_BT)
+    order_BT = None
+    if T > 1:
         order_BT = jnp.argsort(jnp.where(position_BT < 0, jnp.iinfo(jnp.int32).max, position_BT))
-        given = (input_BTX, others, position_BT)
-        out = _run_open(state, recurrence, *_take_columns(given, order_BT))
-        moved: tuple[jax.Array, Rows] = _take_columns(out, jnp.argsort(order_BT))
-        return moved
-    buckets = make_buckets(position_BT, 1 if in_order else CHUNK)
-
-    def run_bucket(state: RecurrentState, bucket: Any) -> Any:
-        *given, position_BW = bucket
-        if not in_order:
-            last_B = position_BW.max(axis=1)
-            state = fold(state, last_B // CHUNK * CHUNK)
-        out, rows = _run_open(state, recurrence, *given, position_BW)
-        state = advance(state, rows, position_BW) if in_order else write(state, rows, position_BW)
-        return state, (out, rows if T <= CHUNK else None)
-
-    split = jax.tree.map(buckets.split, (input_BTX, others))
-    state, out = jax.lax.scan(run_bucket, state, (*split, buckets.position_nBW))
-    outputs, rows = jax.tree.map(buckets.join, out)
-    return outputs, state if rows is None else rows
+        given = _take_columns(given, order_BT)
+    begin_B = given[-1][:, 0] // CHUNK * CHUNK
+    if state is None:
+        state = empty_state(shapes, B).replace(start_B=jnp.maximum(begin_B, 0))
+    else:
+        state = _fold_if_needed(state, begin_B)
+    out, rows = _run_open(state, recurrence, *given)
+    if order_BT is not None:
+        out, rows = _take_columns((out, rows), jnp.argsort(order_BT))
+    return out, Pending(state, rows)
 
 
 def _take_columns(tree: Any, index_BT: jax.Array) -> Any:
@@ -281,18 +292,28 @@ def fold(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
     return chosen
 
 
-def advance(state: RecurrentState, rows: Rows, position_BT: jax.Array) -> RecurrentState:
-    """Return the state after tokens at these positions (-1: none), at most `CHUNK`."""
-    into_B = position_BT.max(axis=1) // CHUNK * CHUNK
-    if position_BT.shape[1] > 1:
-        state = write(state, rows, position_BT)
-    # A loop of one round or none: unlike a condition's, its arrays are not copied.
+def advance(pending: Pending, position_BT: jax.Array) -> RecurrentState:
+    """Return the state after tokens at these positions (-1: not committed)."""
+    state, rows = pending.state, pending.rows
+    state = write(state, rows, position_BT)
+    if position_BT.shape[1] == 1:
+        return state
+    return write(
+        _fold_if_needed(state, position_BT.max(axis=1) // CHUNK * CHUNK), rows, position_BT
+    )
+
+
+def _fold_if_needed(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
+    """Return `fold(state, into_B)`, computed only if a text goes on with another chunk.
+
+    A loop of one round or none: unlike a condition's, its arrays are not copied.
+    """
     _, state = jax.lax.while_loop(
         lambda carry: carry[0],
         lambda carry: (jnp.zeros((), bool), fold(carry[1], into_B)),
         ((into_B > state.start_B).any(), state),
     )
-    return write(state, rows, position_BT)
+    return state
 
 
 def write(state: RecurrentState, rows: Rows, position_BT: jax.Array) -> RecurrentState:

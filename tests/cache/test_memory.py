@@ -125,7 +125,7 @@ def test_memory_follows_batch_operations_and_files(lm: Any, tmp_path: Path) -> N
     assert again == cache
     assert again != again.replace(state=jax.tree.map(lambda x: x + 1, again.state))
     plain, params = random_model("llama")
-    with pytest.raises(CacheMismatchError, match="state|memory"):
+    with pytest.raises(CacheMismatchError, match="state"):
         delta = jaxllm.forward(plain, params, None, ids).delta
         jaxllm.commit(cache, delta)
 

@@ -211,8 +211,9 @@ def fill_request(
         rows = rows.replace(eos_BE=jax.device_put(eos_BE))
     eos_E = np.pad(eos_E, (0, max(-missing, 0)), constant_values=NO_TOKEN)
     at = state.kinds.index(active.kind)
-    position_BS, rows, stacked = fill_row(
+    position_BS, kept, rows, stacked = fill_row(
         state.cache.tail.position_BS,
+        state.cache.state,
         rows.replace(samplers=()),
         rows.samplers[at],
         np.int32(row),
@@ -220,7 +221,8 @@ def fill_request(
         sampler,
     )
     samplers = (*state.rows.samplers[:at], stacked, *state.rows.samplers[at + 1 :])
-    cache = state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS))
+    tail = state.cache.tail.replace(position_BS=position_BS)
+    cache = state.cache.replace(tail=tail, state=kept)
     held = {**state.active, row: active}
     edited = {r: other.edits for r, other in held.items() if other.edits.edits}
     return state._replace(
@@ -241,20 +243,22 @@ def one_row(
     return RowState(context, (), np.int32(Finish.RUNNING), length + np.int32(new), eos_E, np.False_)  # type: ignore[arg-type]
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2))
+@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def fill_row(
     position_BS: jax.Array,
+    state: tuple[Any, ...],
     rows: RowState,
     stacked: StackedSampler,
     row: jax.Array,
     filled: RowState,
     sampler: Sampler,
-) -> tuple[jax.Array, RowState, StackedSampler]:
+) -> tuple[jax.Array, tuple[Any, ...], RowState, StackedSampler]:
     """Clear a row of the cache and give it a new text and sampler."""
+    state = jax.tree.map(lambda x: x.at[row].set(0), state)
     rows, stacked = jax.tree.map(
         lambda old, new: old.at[row].set(new), (rows, stacked), (filled, StackedSampler(sampler))
     )
-    return position_BS.at[row].set(EMPTY), rows, stacked
+    return position_BS.at[row].set(EMPTY), state, rows, stacked
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
@@ -285,5 +289,6 @@ def round_arguments(
         params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
         row_adapters(adapters, R),
     )  # fmt: skip
-    tails, counts = Tails(state.cache.tail, draft.tail), (np.int32(rounds), np.int32(len(active)))
+    tails = Tails(state.cache.tail, draft.tail, state.cache.state)
+    counts = (np.int32(rounds), np.int32(len(active)))
     return places, (plan, inputs, tails, state.rows, *counts)

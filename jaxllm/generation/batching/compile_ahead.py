@@ -79,7 +79,7 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
     for stacked in state.rows.samplers:
         sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked.rows)
-        places = (state.cache.tail.position_BS, bare, stacked, number)
+        places = (state.cache.tail.position_BS, state.cache.state, bare, stacked, number)
         fill_row.lower(*places, filled, sampler).compile()
     if chunk_size is not None and chunk_size <= state.cache.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)

@@ -40,6 +40,7 @@ from jaxllm.generation.loops.draft import (
     PromptLookup,
     catch_up,
     check_draft,
+    check_states,
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish
@@ -248,11 +249,13 @@ def _open_draft(
             f" position {config.max_position_embeddings}. Serve with a smaller capacity"
         )
     if isinstance(source, PromptLookup):
+        check_states((config,), width)
         return Draft(source, width)
     draft_model, draft_params = source
+    check_states((config, draft_model.config), width)
     draft_cache = init_cache(draft_model, cache.batch, cache.capacity)
-    if draft_model.is_sharded or draft_cache.state:
-        raise ConfigError("a draft model of serve cannot be sharded, or keep a memory of the text")
+    if draft_model.is_sharded:
+        raise ConfigError("a draft model of serve cannot be sharded")
     if (limit := draft_model.config.position_limit) < slots:
         raise ConfigError(
             f"the draft has {limit} positions, fewer than the {slots} of a row. Serve with"
@@ -331,7 +334,7 @@ def _run_rounds(
         for i in range(count)
         for j in range(state.draft.width + 1)
     ]
-    cache = state.cache.replace(tail=tails.target)
+    cache = state.cache.replace(tail=tails.target, state=tails.state)
     return state._replace(cache=cache, rows=rows, draft=state.draft.with_tail(tails.draft)), steps
 
 

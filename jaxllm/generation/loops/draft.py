@@ -6,7 +6,7 @@ but the last two.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment
 from jaxllm.cache.slot_update import NO_SLOT
-from jaxllm.errors import SamplingError
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError, SamplingError
 from jaxllm.generation.loops.finish import NO_TOKEN, put_rows, select_rows, take_rows
 from jaxllm.generation.loops.microbatch import (
     MAX_BATCHED_RUN,
@@ -37,6 +38,7 @@ from jaxllm.generation.loops.rows import (
 )
 from jaxllm.generation.sampling.sampler import Context, apply_processors
 from jaxllm.models.inputs import check_model
+from jaxllm.ops.recurrent import CHUNK, RecurrentState
 from jaxllm.ops.row_sums import softmax
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
@@ -111,6 +113,26 @@ def check_draft(draft: Any) -> None:
             " an LM, pass (lm.model, lm.params)"
         )
     check_model(*draft)
+
+
+def check_states(configs: Sequence[ModelConfig], width: int) -> None:
+    """Raise ConfigError for states that drafts cannot follow.
+
+    configs: the model's, and that of the draft if it is a model. width: tokens per proposal.
+    """
+    if any(config.has_state for config in configs[1:]):
+        raise ConfigError(
+            "a model whose layers keep a state cannot be a draft: rejected tokens would have to"
+            " leave it. Use a PromptLookup, or a draft with attention in every layer"
+        )
+    model = configs[0]
+    shapes = [model.state_shape(i) for i in range(model.num_hidden_layers)]
+    known = all(isinstance(x, RecurrentState | None) for x in shapes)
+    if model.has_state and (width >= CHUNK or not known):
+        raise ConfigError(
+            f"drafts of {width} tokens do not support this model's state: expected fewer than"
+            f" {CHUNK} tokens, and recurrent layers"
+        )
 
 
 def check_draft_vocabulary(target: Any, draft: Any) -> None:
@@ -205,7 +227,7 @@ def propose_tokens(
             column_R=jnp.full_like(length_R, new - 1),
             member_RB=None,
         )
-        out, tail, _ = run_own_slots(tail, (), source, params, places, None, "logits")
+        out, tail, *_ = run_own_slots(tail, (), source, params, places, None, "logits", ())
         finite_R, logits_RV = jnp.isfinite(out[:, 0]).all(axis=1), fit_logits(out[:, 0], size)
         rows, drawn, scores = draw(rows, uses_KR, live_R, logits_RV, finite_R, choose=choose)
         return (tail, rows), (drawn.token_B, softmax(scores) if resamples else None)

@@ -15,9 +15,10 @@ import numpy as np
 from flax import struct
 
 from jaxllm import steps
+from jaxllm.cache.commit import commit_state
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
-from jaxllm.generation.loops.finish import take_rows
+from jaxllm.generation.loops.finish import put_rows, take_rows
 from jaxllm.models.modules import select_columns
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops.padding import next_power_of_two
@@ -231,11 +232,10 @@ def run_microbatch(
     """
     pool = cache.frozen
     if microbatch.member_RB is None:
-        step = _RUN_OWN[donate]
-        out, tail, sites = step(
-            cache.tail, pool, model, params, microbatch, vectors_PD, output_kind
+        out, tail, state, sites = _RUN_OWN[donate](
+            cache.tail, pool, model, params, microbatch, vectors_PD, output_kind, cache.state
         )
-        return out, cache.replace(tail=tail), sites
+        return out, cache.replace(tail=tail, state=state), sites
     out, shared = _RUN_SHARED[donate](
         pool[0], cache.tail, model, params, microbatch, vectors_PD, output_kind
     )
@@ -250,7 +250,7 @@ def compile_microbatch(
     cache: arrays or their shapes. No entries are shared.
     """
     lowered = _RUN_OWN[True].lower(
-        cache.tail, cache.frozen, model, params, microbatch, None, "logits"
+        cache.tail, cache.frozen, model, params, microbatch, None, "logits", cache.state
     )
     lowered.compile()
     out = lowered.out_info[0]
@@ -265,12 +265,16 @@ def run_own_slots(
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
-) -> tuple[jax.Array, Segment, Sites]:
+    state: tuple[Any, ...],
+) -> tuple[jax.Array, Segment, tuple[Any, ...], Sites]:
     out, delta, waits, sites = run_tokens(
-        model, params, (*pool, tail), microbatch, vectors_PD, output_kind
+        model, params, (*pool, tail), state, microbatch, vectors_PD, output_kind
     )
-    places = (microbatch.slot_RT, microbatch.row_R)
-    return out, write_slots(tail, cast_delta(delta, tail), *places, wait_for=waits), sites
+    row_R = microbatch.row_R
+    after = commit_state(delta.state, delta.position_BS)
+    new = cast_delta(delta, tail)
+    tail = write_slots(tail, new, microbatch.slot_RT, row_R, wait_for=waits)
+    return out, tail, put_rows(state, row_R, after), sites
 
 
 def _run_shared_slots(
@@ -282,7 +286,8 @@ def _run_shared_slots(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Segment]:
-    out, delta, *_ = run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
+    given = (microbatch, vectors_PD, output_kind)
+    out, delta, *_ = run_tokens(model, params, (pool, tail), (), *given)
     assert microbatch.member_RB is not None
     slot_P = microbatch.slot_RT.reshape(-1)
     new = cast_delta(delta, pool)
@@ -301,11 +306,15 @@ def run_tokens(
     model: Model,
     params: Params,
     segments: tuple[Segment, ...],
+    state: tuple[Any, ...],
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, ...], Sites]:
-    """Return the output, new keys and values, what the cache's writes wait for, and sites."""
+    """Return the output, the delta, what the cache's writes wait for, and sites.
+
+    state: of all cache rows.
+    """
     rows = microbatch.row_R
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
@@ -320,6 +329,7 @@ def run_tokens(
         length_B=microbatch.length_R,
         column_B=microbatch.column_R if output_kind == "logits" else None,
         embeddings_BTD=vectors,
+        state=take_rows(state, rows),
         row_B=rows,
         edits=take_rows(microbatch.edits, rows),
         read=sites_to_record(microbatch.read),
@@ -335,11 +345,11 @@ def run_tokens(
     return trace.logits, delta, trace.read_outputs, sites
 
 
-def _compile_step(step: Any) -> tuple[Any, Any]:
+def _compile_step(step: Any, donated: tuple[int, ...]) -> tuple[Any, Any]:
     """Return the jitted step without and with donation of the segment that it writes."""
     static = partial(Program, static_argnums=(2, 6))
-    return static(step), static(step, donate_argnums=0)
+    return static(step), static(step, donate_argnums=donated)
 
 
-_RUN_OWN = _compile_step(run_own_slots)
-_RUN_SHARED = _compile_step(_run_shared_slots)
+_RUN_OWN = _compile_step(run_own_slots, (0, 7))
+_RUN_SHARED = _compile_step(_run_shared_slots, (0,))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxllm.cache.commit import commit_state
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta, replicate_for_host
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.loops.draft import (
@@ -89,10 +90,12 @@ class Tails(NamedTuple):
 
     target: A cache without its frozen segments, in which all rows write at the cursor; or only its
         tail, in which a token's slot is its position.
+    state: With a tail, `KVCache.state`.
     """
 
     target: KVCache | Segment
     draft: Segment | None = None
+    state: tuple[Any, ...] = ()
 
 
 class Round(NamedTuple):
@@ -107,7 +110,7 @@ def run_round(
     plan: LoopPlan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, Round]:
     """Run the newest token of each live row and a draft's after it; draw the tokens that follow."""
-    target, draft_tail = tails
+    target, draft_tail, state = tails
     live_R, token_RT, q_KRV = live_rows(rows, inputs.uses_KR), last_tokens(rows.context, 1), None
     draft_RK = inputs.forced_RK
     if plan.source is not None:
@@ -132,20 +135,23 @@ def run_round(
     else:
         position_RT = jnp.where(real_RT, rows.context.length_B[:, None] - 1 + at_T, EMPTY)
         logits_RTV, delta, waits = _run_columns(
-            plan, inputs, target, token_RT, position_RT, rows.context.length_B
+            plan, inputs, tails, token_RT, position_RT, rows.context.length_B
         )
         rows, drawn = _draw_columns(plan, inputs, rows, live_R, logits_RTV, token_RT, q_KRV)
-        slot_RT = jnp.where(drawn.valid_B.T, position_RT, NO_SLOT)
+        ran_RT = jnp.where(drawn.valid_B.T, position_RT, EMPTY)
+        slot_RT = jnp.where(ran_RT >= 0, ran_RT, NO_SLOT)
+        after = commit_state(delta.state, ran_RT)
+        state = put_rows(state, inputs.row_R, after)
         target = write_slots(
             target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
         )
-    return Tails(target, draft_tail), rows, Round(drawn, mass, sites)
+    return Tails(target, draft_tail, state), rows, Round(drawn, mass, sites)
 
 
 def _run_columns(
     plan: LoopPlan,
     inputs: LoopInputs,
-    tail: Segment,
+    tails: Tails,
     token_RT: jax.Array,
     position_RT: jax.Array,
     length_R: jax.Array,
@@ -164,15 +170,19 @@ def _run_columns(
     )
 
     def run_all(places: Microbatch) -> Any:
-        segments = (*inputs.frozen, tail)
-        return run_tokens(plan.model, inputs.params, segments, places, None, "logits")[:3]
+        assert isinstance(tails.target, Segment)
+        past = ((*inputs.frozen, tails.target), tails.state)
+        return run_tokens(plan.model, inputs.params, *past, places, None, "logits")[:3]
+
+    def widen(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, plan.width), *[(0, 0)] * (x.ndim - 2)))
 
     def run_first(places: Microbatch) -> Any:
         first = {name: getattr(places, name)[:, :1] for name in ("token_RT", "position_RT")}
-        return jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, plan.width), *[(0, 0)] * (x.ndim - 2))),
-            run_all(places.replace(**first)),
-        )
+        logits_R1V, delta, waits = run_all(places.replace(**first))
+        states = tuple(x and x.replace(rows=jax.tree.map(widen, x.rows)) for x in delta.state)
+        wide = jax.tree.map(widen, (logits_R1V, delta.replace(state=()), waits))
+        return wide[0], wide[1].replace(state=states), wide[2]
 
     if isinstance(plan.source, PromptLookup):  # often finds nothing; empty columns cost as much
         return jax.lax.cond((position_RT[:, 1:] >= 0).any(), run_all, run_first, places)

@@ -37,6 +37,7 @@ from jaxllm.generation.loops.draft import (
     PromptLookup,
     catch_up,
     check_draft,
+    check_states,
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish, check_positions, token_budgets
@@ -139,6 +140,7 @@ def speculative_generate(
     top = check_int("top_logprobs", top_logprobs, 0, model.config.vocab_size)
     chunk = default_chunk() if chunk is None else check_int("chunk", chunk, 1, error=TokenError)
     pairs = [(model, params)] if isinstance(draft, PromptLookup) else [(model, params), draft]
+    check_states([one.config for one, _ in pairs], width)
     _check_models([one.config for one, _ in pairs], T, longest)
     for name, (one, _) in zip(("model", "draft"), pairs, strict=False):
         check_longrope_limit(prompt_B, prompt_B + budget_B - 1, one.config, name)
@@ -214,12 +216,12 @@ def _write_texts(
         tails, rows, _, done, drawn = ROUNDS(
             plan._replace(source=used.source, width=used.width),
             LoopInputs(params, used.params),
-            Tails(cache.tail, used.tail),
+            Tails(cache.tail, used.tail, cache.state),
             rows,
             np.int32(rounds),
             np.int32(1),
         )
-        cache = cache.replace(tail=tails.target)
+        cache = cache.replace(tail=tails.target, state=tails.state)
         drawn = jax.tree.map(lambda x, done=int(done): x[:done], to_host(drawn))
         parts.append(drawn)
         length_B, finish_B = np.asarray(rows.context.length_B), np.asarray(rows.finish_B)
