@@ -5,7 +5,7 @@ Matrices quantized by GPTQ or AWQ are split (see `quantize`), but not fused.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Protocol
 
@@ -118,6 +118,37 @@ class FusedLayout:
     def _match(self, path: str) -> re.Match[str] | None:
         pieces = "".join(rf"|\{end}" for end in (*_COLUMN_SUFFIXES, *_ROW_SUFFIXES, ".g_idx"))
         return re.fullmatch(f"{_layer_pattern(self.fused)[:-1]}{pieces})", path)
+
+
+@dataclasses.dataclass(frozen=True)
+class RenamedLayout:
+    """Modules that a checkpoint names differently.
+
+    Attributes:
+        names: The checkpoint's name of each of our modules, both with `*` for the layer number.
+    """
+
+    names: Mapping[str, str]
+
+    def matches(self, path: str) -> bool:
+        return _rename(path, {theirs: ours for ours, theirs in self.names.items()}) is not None
+
+    def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        back = {theirs: ours for ours, theirs in self.names.items()}
+        return {_rename(path, back) or path: tensor for path, tensor in tensors.items()}
+
+    def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        return {_rename(path, self.names) or path: tensor for path, tensor in tensors.items()}
+
+
+def _rename(path: str, names: Mapping[str, str]) -> str | None:
+    """Return the path of a tensor of a renamed module; None for another's."""
+    module, _, end = path.rpartition(".")
+    number = re.search(r"(?<=layers\.)\d+", module)
+    to = names.get(module if number is None else re.sub(r"(?<=layers\.)\d+", "*", module))
+    if to is None:
+        return None
+    return f"{to if number is None else to.replace('*', number[0])}.{end}"
 
 
 def _take_columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:

@@ -180,6 +180,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 4,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            **{k: v for k, v in SQUARE.items() if k != "rms_norm_eps"},
+            "norm_eps": 1e-3,
+            "block_multiple_of": 8,
+            "full_attn_idxs": [1],
+        },
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {

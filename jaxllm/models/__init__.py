@@ -47,6 +47,7 @@ _NAMES = (
     "qwen3_moe",
     "gpt_neox",
     "qwen3_5_text",
+    "lfm2",
 )
 
 

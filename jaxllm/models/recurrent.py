@@ -255,7 +255,7 @@ class RecurrentBlock(decoder.Block):
         if not self.config.is_recurrent(self.layer):
             return super()._attend(x, context, site)
         made, name = self.mixer
-        module: Any = made(self.config, self.precision, self.layer, name=name)  # type: ignore[call-arg]
+        module: Any = made(self.config, self.precision, self.layer, name=name)
         output: AttentionOutput = module(x, context, site)
         return output
 

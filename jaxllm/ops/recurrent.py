@@ -144,20 +144,19 @@ def run(
             return write(state, rows, position_BW), out
 
         split = jax.tree.map(buckets.split, (input_BTX, others))
-        state = empty_state(shapes, B) if state is None else state
-        state, out = jax.lax.scan(run_bucket, state, (*split, buckets.position_nBW))
-        return buckets.join(out), state
-    given = (input_BTX, others, position_BT)
+        begin: RecurrentState = empty_state(shapes, B) if state is None else state
+        end, out = jax.lax.scan(run_bucket, begin, (*split, buckets.position_nBW))
+        return buckets.join(out), end
     order_BT = None
     if T > 1:
         order_BT = jnp.argsort(jnp.where(position_BT < 0, jnp.iinfo(jnp.int32).max, position_BT))
-        given = _take_columns(given, order_BT)
-    begin_B = given[-1][:, 0] // CHUNK * CHUNK
+        input_BTX, others, position_BT = _take_columns((input_BTX, others, position_BT), order_BT)
+    begin_B = position_BT[:, 0] // CHUNK * CHUNK
     if state is None:
         state = empty_state(shapes, B).replace(start_B=jnp.maximum(begin_B, 0))
     else:
         state = _fold_if_needed(state, begin_B)
-    out, rows = _run_open(state, recurrence, *given)
+    out, rows = _run_open(state, recurrence, input_BTX, others, position_BT)
     if order_BT is not None:
         out, rows = _take_columns((out, rows), jnp.argsort(order_BT))
     return out, Pending(state, rows)

@@ -24,7 +24,14 @@ TAPS = "jaxllm_taps"
 
 # Modules that transformers names differently, used if our name does not exist.
 RECURRENT = ("linear_attn", "conv", "mamba")  # in the place of attention
-MODULE_NAMES = {"attention": ("self_attn", *RECURRENT)}
+MODULE_NAMES = {
+    "attention": ("self_attn", *RECURRENT),
+    "down_proj": ("w2",),
+    "input_layernorm": ("operator_norm",),
+    "mlp": ("feed_forward",),
+    "norm": ("embedding_norm",),
+    "post_attention_layernorm": ("ffn_norm",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,21 +180,29 @@ class TransformersBackend:
             stack.enter_context(_replace_attention(self.model, attend))
             for name in self._activation_names:
                 path, _, last = name.rpartition(".")
-                attention = getattr(body.get_submodule(path), "self_attn", None) if path else None
-                if last == "heads" and hasattr(attention, "o_proj"):  # they may be gated before it
-                    hook = attention.o_proj.register_forward_pre_hook(tap_heads(name))
+                if last == "heads":  # they may be gated before the output projection
+                    attention = getattr(body.get_submodule(path), "self_attn", None)
+                    if (projection := getattr(attention, "o_proj", None)) is None:
+                        continue
+                    hook = projection.register_forward_pre_hook(tap_heads(name))
                     stack.callback(hook.remove)
                 if last in ("q", "k", "v", "heads", "logits"):
                     continue
                 if last in ("input", "embeddings"):
-                    module = body.get_submodule(path if last == "input" else f"{layers}.0")
+                    module = _find_module(body, path if last == "input" else f"{layers}.0")
                     stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
-                module = body.get_submodule(path)
-                names = (last, *MODULE_NAMES.get(last, ()))
-                module = next(getattr(module, name) for name in names if hasattr(module, name))
+                module = _find_module(body, name)
                 stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
+
+
+def _find_module(body: Any, path: str) -> Any:
+    """Return a module by our path. Names of which transformers has another are tried both ways."""
+    for part in path.split("."):
+        names = (part, *MODULE_NAMES.get(part, ()))
+        body = next(getattr(body, name) for name in names if hasattr(body, name))
+    return body
 
 
 @contextmanager
