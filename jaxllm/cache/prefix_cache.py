@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,18 @@ class PrefixCacheStats:
     evictions: int
 
 
-@dataclasses.dataclass
-class _Entry:
-    """A chunk of one row, `[1, chunk]`. children: how many entries continue its text."""
+class Chunk(NamedTuple):
+    """A chunk of one row, `[1, chunk]`. state: `KVCache.state` after it, if it is kept."""
 
     segment: Segment
+    state: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A chunk, and how many entries continue its text."""
+
+    chunk: Chunk
     parent: bytes | None
     nbytes: int
     children: int = 0
@@ -111,14 +118,14 @@ class PrefixCache:
             keys.append(key)
         return keys
 
-    def find(self, keys: Sequence[bytes]) -> list[Segment]:
+    def find(self, keys: Sequence[bytes]) -> list[Chunk]:
         """Return the entries of the longest leading part of `keys` that is held."""
         with self._lock:
             chunks = []
             for key in keys:
                 if key not in self._entries:
                     break
-                chunks.append(self._entries[key].segment)
+                chunks.append(self._entries[key].chunk)
             for key in reversed(keys[: len(chunks)]):  # parents stay longer than children
                 self._entries.move_to_end(key)
             return chunks
@@ -129,29 +136,38 @@ class PrefixCache:
             self._queried += queried_tokens
             self._hit += hit_tokens
 
-    def add(self, keys: Sequence[bytes], index: int, cut: Callable[[], Segment]) -> None:
-        """Add the entry `keys[index]`, if it is missing and its parent is held.
+    def add(
+        self,
+        keys: Sequence[bytes],
+        index: int,
+        cut: Callable[[], Segment],
+        state: tuple[Any, ...] = (),
+    ) -> None:
+        """Add the entry `keys[index]`, or its state, if it is missing and its parent is held.
 
         Args:
             cut: Returns the entry; called only if it is needed, and without the lock.
+            state: After the chunk.
         """
         key, parent = keys[index], keys[index - 1] if index else None
 
         def is_wanted() -> bool:
             held = self._entries
-            return key not in held and (parent is None or parent in held) and self.max_bytes > 0
+            is_new = key not in held or (bool(state) and not held[key].chunk.state)
+            return is_new and (parent is None or parent in held) and self.max_bytes > 0
 
         with self._lock:
             if not is_wanted():
                 return
-        segment = cut()
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(segment))
+        chunk = Chunk(cut(), state)
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(chunk))
         with self._lock:
             if not is_wanted() or nbytes > self.max_bytes:
                 return
-            self._entries[key] = _Entry(segment, parent, nbytes)
-            self._nbytes += nbytes
-            if parent is not None:
+            old = self._entries.get(key)
+            self._entries[key] = _Entry(chunk, parent, nbytes, old.children if old else 0)
+            self._nbytes += nbytes - (old.nbytes if old else 0)
+            if parent is not None and old is None:
                 self._entries[parent].children += 1
             while self._nbytes > self.max_bytes:
                 self._evict()

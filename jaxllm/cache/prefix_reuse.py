@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.operations import compact, rewind
+from jaxllm.cache.state_rewind import rewind_limit
 from jaxllm.errors import CacheMismatchError
 from jaxllm.ops.padding import bucket_size
 
@@ -34,10 +35,13 @@ def reuse_prefix(
 ) -> tuple[KVCache, list[int]]:
     """Rewind a cache to its common prefix with `tokens`; return it and the remaining tokens.
 
-    At least the last token remains. The cache has room for them and `new_tokens` more. Raises as
-    `prefix_length`.
+    At least the last token remains. A model with recurrent layers reads all tokens again if the
+    prefix ends before the current chunk. The cache has room for them and `new_tokens` more. Raises
+    as `prefix_length`.
     """
     shared = min(prefix_length(cache, tokens), len(tokens) - 1)
+    if cache.config.segment_length is None and shared < rewind_limit(cache)[0]:
+        shared = 0  # recurrent layers go back to their chunk or to the beginning
     rest = list(tokens[shared:])
     cache = rewind(cache, to=shared)
     if int(cache.cursor) + len(rest) + new_tokens - 1 > cache.capacity:

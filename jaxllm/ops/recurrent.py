@@ -138,9 +138,9 @@ def run(
         buckets = make_buckets(position_BT, CHUNK)
 
         def run_bucket(state: RecurrentState, bucket: Any) -> Any:
-            *given, position_BW = bucket
+            input_BWX, others, position_BW = bucket
             state = fold(state, position_BW.max(axis=1) // CHUNK * CHUNK)
-            out, rows = _run_open(state, recurrence, *given, position_BW)
+            out, rows = _run_open(state, recurrence, input_BWX, others, position_BW)
             return write(state, rows, position_BW), out
 
         split = jax.tree.map(buckets.split, (input_BTX, others))

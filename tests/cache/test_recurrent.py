@@ -181,6 +181,30 @@ def test_generation_serving_and_drafts_agree(lm: Any, monkeypatch: pytest.Monkey
         assert texts[i] == np.asarray(alone.token_BT)[0].tolist()
 
 
+def test_prefix_hits_have_the_bits_of_misses(lm: Any) -> None:
+    """Prompts that begin as others did are not run again, and their tokens and log-probabilities
+    are the same bits.
+    """
+    text = tokens(1, 3 * CHUNK)[0]
+    prompts = [text, np.append(text[: 2 * CHUNK + 5], [7, 8]), text[: CHUNK + 3], text[:CHUNK]]
+
+    def run(prefix_cache: Any, prompt: Any) -> tuple[list[Any], int]:
+        request = Request(id=0, prompt=prompt, max_new_tokens=6)
+        options: Any = {"rows": 2, "capacity": 4 * CHUNK, "prefix_cache": prefix_cache}
+        events = list(serve(*lm, [request], **options))
+        assert all(event.error is None for event in events)
+        return [(event.token, event.logprob) for event in events], events[-1].cached_tokens
+
+    shared, hits = jaxllm.PrefixCache(1 << 24, chunk=CHUNK // 2), []
+    for prompt in [*prompts, *prompts]:
+        alone, _ = run(jaxllm.PrefixCache(1 << 24, chunk=CHUNK // 2), prompt)
+        found, cached = run(shared, prompt)
+        assert found == alone
+        hits.append(cached)
+    # Of a text, the last chunk keeps its state.
+    assert hits == [0, 0, 0, 0, 160, 128, 64, 32]
+
+
 def test_operations_that_a_state_cannot_follow_are_refused(lm: Any) -> None:
     cache = walk(lm[0].config.model_type)[9][1]
     out = jaxllm.forward(*lm, cache, tokens(1, 2))

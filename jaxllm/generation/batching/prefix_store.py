@@ -4,8 +4,9 @@ An entry is copied into the row that uses it. A shared text is a frozen segment 
 which rows read in place; they differ in how many of its tokens they see.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, init_cache
-from jaxllm.cache.prefix_cache import PrefixCache, cut_chunk, write_chunk
+from jaxllm.cache.prefix_cache import Chunk, PrefixCache, cut_chunk, write_chunk
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.generation.batching.requests import Request
+from jaxllm.generation.loops.microbatch import TokenRun
 from jaxllm.models.site_inputs import fingerprint
 from jaxllm.models.sites import Edits
 from jaxllm.runtime.validation import check_int_array
@@ -24,6 +26,8 @@ from jaxllm.steps import default_chunk, prefill
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
+
+_STATE_STRIDE = 8  # of a text's chunks, each so manyth keeps its state
 
 
 class Prefix(NamedTuple):
@@ -40,7 +44,7 @@ class Prefix(NamedTuple):
     root: Hashable
     keys: Sequence[bytes]
     first: int
-    entries: Sequence[Segment]
+    entries: Sequence[Chunk]
     num_run: int
 
 
@@ -69,18 +73,45 @@ class PrefixStore(NamedTuple):
         keys, size = self.cache.chunk_keys(root, prompt_T), self.cache.chunk
         first, usable = start // size, (prompt_T.size - 1) // size
         entries = self.cache.find(keys[first:usable])
+        while self.config.has_state and entries and not entries[-1].state:
+            entries.pop()
         num_run = max(start, (first + len(entries)) * size) if entries else start
         self.cache.count(prompt_T.size, num_run)
         return Prefix(shared, start, root, keys[first:], first, entries, num_run)
 
-    def add(self, tail: Segment, row: int, prefix: Prefix, ran: range) -> None:
-        """Add the prompt chunks of a row that these tokens completed."""
+    def keep_state(self, cache: KVCache, run: TokenRun, prompt_size: int) -> tuple[Any, ...]:
+        """Return a row's state after tokens that complete a chunk whose entry keeps it, else ().
+
+        They are the last of a prompt, and each `_STATE_STRIDE`th: a state weighs as much as
+        hundreds of tokens.
+        """
+        if self.cache is None or not cache.state:
+            return ()
+        chunks, rest = divmod(int(run.position_T[-1]) + 1, self.cache.chunk)
+        is_last = chunks == (prompt_size - 1) // self.cache.chunk
+        if rest or not (is_last or chunks % _STATE_STRIDE == 0):
+            return ()
+        return _take_state(cache.state, np.int32(run.rows[0]))
+
+    def add(
+        self,
+        tail: Segment,
+        row: int,
+        prefix: Prefix,
+        ran: range,
+        states: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Add the prompt chunks of a row that these tokens completed.
+
+        states: by position, what `keep_state` returned.
+        """
         if self.cache is None:
             return
         size, stop = self.cache.chunk, prefix.first + len(prefix.keys)
         for i in range(ran.start // size, min(ran.stop // size, stop)):
             cut = partial(cut_chunk, tail, np.int32(row), np.int32(i * size), size)
-            self.cache.add(prefix.keys, i - prefix.first, cut)
+            state = states.get((i + 1) * size, ())
+            self.cache.add(prefix.keys, i - prefix.first, cut, state)
 
     def add_answer(self, tail: Segment, row: int, active: Any) -> None:
         """Add the chunks of a text that has run in a row, beyond those of its prompt.
@@ -124,10 +155,11 @@ def open_store(
     """
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
-    if cache.state and (prefix_cache is not None or shared_prefixes):
-        name = "shared_prefixes" if prefix_cache is None else "prefix_cache"
+    sums_tokens = model.config.segment_length is None  # recurrent layers
+    if cache.state and (shared_prefixes or not (prefix_cache is None or sums_tokens)):
+        name = "shared_prefixes" if shared_prefixes else "prefix_cache"
         raise ConfigError(
-            f"{name} does not support this model: its layers keep a memory of the whole text,"
+            f"{name} does not support this model: its layers keep a state of the whole text,"
             f" which cannot be cut into chunks. Serve it without {name}"
         )
     multiple = 1 if invariant_rows or prefix_cache is None else prefix_cache.chunk
@@ -163,8 +195,25 @@ def read_prefix(cache: KVCache, row: int, prefix: Prefix) -> KVCache:
     ]
     tail = cache.tail
     for i, entry in enumerate(prefix.entries, prefix.first):
-        tail = write_chunk(tail, entry, np.int32(row), np.int32(i * entry.position_BS.shape[1]))
-    return cache.replace(frozen=tuple(frozen), tail=tail)
+        segment, slot = entry.segment, i * entry.segment.position_BS.shape[1]
+        tail = write_chunk(tail, segment, np.int32(row), np.int32(slot))
+    state = cache.state
+    if state and prefix.entries:
+        state = _put_state(state, np.int32(row), prefix.entries[-1].state)
+    return cache.replace(frozen=tuple(frozen), tail=tail, state=state)
+
+
+@jax.jit
+def _take_state(state: tuple[Any, ...], row: jax.Array) -> tuple[Any, ...]:
+    """Return a copy of one row's state, without the row axis."""
+    taken: tuple[Any, ...] = jax.tree.map(lambda x: x[row], state)
+    return taken
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_state(state: tuple[Any, ...], row: jax.Array, one: tuple[Any, ...]) -> tuple[Any, ...]:
+    written: tuple[Any, ...] = jax.tree.map(lambda x, new: x.at[row].set(new), state, one)
+    return written
 
 
 @partial(jax.jit, donate_argnums=0)

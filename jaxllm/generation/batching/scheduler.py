@@ -7,6 +7,7 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -116,8 +117,9 @@ def serve(
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
-        ConfigError: If a prefix cache or shared prefix is given for a model with a memory
-            (Infini-attention), or a draft for a model without invariant rows.
+        ConfigError: If a prefix cache is given for a model with Infini-attention, or shared
+            prefixes for one whose layers keep a state, or a draft for a model without invariant
+            rows.
         SamplingError: For something else as a draft.
     """
     check_model(model, params)
@@ -354,10 +356,15 @@ def _run_step(
     else:
         alone = MAX_BATCHED_RUN if invariant_rows else MAX_SLOTS
         groups = split_microbatches(runs, cache.batch + chunk, alone=alone)
+    states = defaultdict[int, dict[int, tuple[Any, ...]]](dict)
     for group in groups:
         places, at = pack_microbatch(group, cache.batch, invariant_rows=invariant_rows)
         places = places.replace(edits=state.edits)
         out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
+        for run in group:
+            (row, *_), prompt_T = run.rows, state.active[run.rows[0]].prompt_T
+            if kept := store.keep_state(cache, run, prompt_T.size):
+                states[row][int(run.position_T[-1]) + 1] = kept
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
             uses_KR = state.kind_mask(ended, out.shape[0])
@@ -372,7 +379,7 @@ def _run_step(
     for run in runs:
         active = state.active[run.rows[0]]
         ran = range(active.num_run, active.num_run + run.index_T.size)
-        store.add(cache.tail, run.rows[0], active.prefix, ran)
+        store.add(cache.tail, run.rows[0], active.prefix, ran, states[run.rows[0]])
     return state._replace(cache=cache, rows=rows), [samples]
 
 
