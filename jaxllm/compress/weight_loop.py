@@ -153,7 +153,8 @@ def collect_expert_inputs(layer: LayerInputs, config: MoEConfig, params: Params)
     """Return the inputs of the layer's experts, computed with these parameters of the layer."""
     x_RD = layer.trace_entry(params, "mlp_norm").reshape(-1, config.hidden_size)
     score_RE = layer.trace_entry(params, "router").reshape(-1, config.num_experts)
-    _, expert_Rk = route(jnp.asarray(score_RE), config.num_experts_per_tok, False)
+    bias_E = get_module(params, "mlp.selection")["bias"] if config.routing.has_bias else None
+    _, expert_Rk = route(jnp.asarray(score_RE), config.routing, bias_E)
     dtype = layer.model.precision.activations
     return ExpertInputs(layer.path, config, x_RD, np.asarray(expert_Rk), dtype)
 

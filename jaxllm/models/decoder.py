@@ -235,10 +235,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP."""
+    """Gated MLP. width: the number of its hidden channels."""
 
     config: DecoderConfig
     precision: Precision
+    width: int
 
     @nn.compact
     def __call__(self, x: jax.Array, site: SiteRecorder) -> jax.Array:
@@ -246,12 +247,12 @@ class MLP(nn.Module):
         bias = c.biases[2]
         gate, up = project(
             x,
-            Linear(c.intermediate_size, bias, p, name="gate_proj"),
-            Linear(c.intermediate_size, bias, p, name="up_proj"),
+            Linear(self.width, bias, p, name="gate_proj"),
+            Linear(self.width, bias, p, name="up_proj"),
         )
         gate = site("mlp.pre", gate)
         hidden = site("mlp.post", ops.ACTIVATIONS[c.hidden_act](gate) * up)
-        return site("mlp.output", Linear(x.shape[-1], bias, p, name="down_proj")(hidden))
+        return Linear(x.shape[-1], bias, p, name="down_proj")(hidden)
 
 
 class Block(nn.Module):
@@ -283,8 +284,8 @@ class Block(nn.Module):
         return output
 
     def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
-        y: jax.Array = MLP(self.config, self.precision, name="mlp")(x, site)
-        return y
+        c = self.config
+        return site("mlp.output", MLP(c, self.precision, c.intermediate_size, name="mlp")(x, site))
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:

@@ -7,7 +7,7 @@ does not depend on other tokens in the batch, unless experts have a capacity.
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from msgspec import Meta
 
 from jaxllm import ops
-from jaxllm.config.model import ModelConfig, Positive
+from jaxllm.config.model import HiddenSize, ModelConfig, Positive
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, DecoderConfig
-from jaxllm.models.family import Family
+from jaxllm.models.decoder import MLP, Decoder, DecoderConfig
+from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param
 from jaxllm.models.sites import SiteRecorder
@@ -28,6 +28,45 @@ from jaxllm.weights.formats import as_weight
 from jaxllm.weights.precision import Precision
 
 ExpertCount = Annotated[int, Meta(ge=1, le=1 << 12)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a router's scores select the experts of a token, and weight them.
+
+    Attributes:
+        count: Experts per token.
+        uses_sigmoid: Whether an expert's weight is the sigmoid of its score, instead of the softmax
+            over all experts.
+        has_bias: Whether learned numbers are added to the weights for the selection only
+            (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
+        groups, top_groups: Experts are in this many groups of equal size, of which only the
+            `top_groups` with the largest sums of their two best take part.
+        normalized: Whether the weights of a token are divided by their sum plus `eps`.
+        scale: Factor on the weights.
+    """
+
+    count: int
+    uses_sigmoid: bool = False
+    has_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    normalized: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+
+    def complaints(self, experts: int) -> list[str]:
+        """Return what is invalid for this number of experts."""
+        if self.groups == 1:
+            return []
+        if experts % self.groups or experts == self.groups:
+            return [f"{experts} experts cannot be in {self.groups} groups of at least two each"]
+        if not self.count * self.groups <= experts * self.top_groups <= experts * self.groups:
+            return [
+                f"{self.count} experts per token cannot come from {self.top_groups} of"
+                f" {self.groups} groups of {experts // self.groups} experts"
+            ]
+        return []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +90,7 @@ class MoEConfig(DecoderConfig):
                 f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds num_experts"
                 f" ({self.num_experts})"
             )
-        return complaints
+        return complaints or self.routing.complaints(self.num_experts)
 
     @property
     def expert_size(self) -> int:
@@ -59,13 +98,52 @@ class MoEConfig(DecoderConfig):
         return self.intermediate_size
 
     @property
-    def normalize_topk(self) -> bool:
-        """Whether the weights of a token's experts are normalized to sum to 1."""
-        return True
+    def shared_expert_size(self) -> int:
+        """Hidden channels of the expert that every token uses; 0: there is none."""
+        return 0
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are selected and weighted."""
+        return Routing(count=self.num_experts_per_tok)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has experts, instead of an MLP."""
         return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseLayersConfig(MoEConfig):
+    """A decoder with experts in some layers.
+
+    Attributes:
+        mlp_layer_types: Which layers have experts ("sparse"), of moe_intermediate_size hidden
+            channels each; the others have an MLP of intermediate_size.
+    """
+
+    per_layer_fields: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
+
+    moe_intermediate_size: HiddenSize
+    norm_topk_prob: bool
+    mlp_layer_types: tuple[Literal["sparse", "dense"], ...]
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(count=self.num_experts_per_tok, normalized=self.norm_topk_prob)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.mlp_layer_types[layer] == "sparse"
+
+    def layer_template(self, layer: int) -> int:
+        return self.mlp_layer_types.index(self.mlp_layer_types[layer])
+
+    def layer_signature(self, layer: int) -> tuple[Any, ...]:
+        """Return whether the layer has experts in place of `form`; otherwise as the base class."""
+        return (self.is_moe_layer(layer), *super().layer_signature(layer)[1:])
 
 
 def max_read_fraction(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
@@ -78,16 +156,32 @@ def max_read_fraction(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
     return min(1.0, tokens * config.num_experts_per_tok / config.num_experts)
 
 
-def route(score_TE: jax.Array, count: int, normalize_topk: bool) -> tuple[jax.Array, jax.Array]:
+def route(
+    score_TE: jax.Array, routing: Routing, bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return the weights and numbers of each token's experts, `[T, k]`, best first.
 
-    Ties go to the lower number. The softmax is over all experts, as in transformers. score_TE:
-    float32.
+    Ties go to the lower number. score_TE: float32. bias_E: float32, added for the selection.
     """
-    weight_Tk, expert_Tk = jax.lax.top_k(softmax(score_TE), count)
-    if normalize_topk:
-        weight_Tk = weight_Tk / row_sum(weight_Tk)
-    return weight_Tk, expert_Tk
+    r = routing
+    weight_TE = jax.nn.sigmoid(score_TE) if r.uses_sigmoid else softmax(score_TE)
+    rank_TE = weight_TE if bias_E is None else weight_TE + bias_E[None]
+    if r.groups > 1:
+        rank_TE = _keep_groups(rank_TE, r.groups, r.top_groups)
+    _, expert_Tk = jax.lax.top_k(rank_TE, r.count)
+    weight_Tk = jnp.take_along_axis(weight_TE, expert_Tk, axis=1)
+    if r.normalized:
+        weight_Tk = weight_Tk / (row_sum(weight_Tk) + r.eps)
+    return weight_Tk if r.scale == 1 else weight_Tk * r.scale, expert_Tk
+
+
+def _keep_groups(rank_TE: jax.Array, groups: int, top_groups: int) -> jax.Array:
+    """Replace the numbers of all but the best groups by -inf."""
+    rank_TGe = rank_TE.reshape(len(rank_TE), groups, -1)
+    best_TG = jax.lax.top_k(rank_TGe, 2)[0].sum(axis=-1)
+    group_Tt = jax.lax.top_k(best_TG, top_groups)[1]
+    kept_TG = jax.nn.one_hot(group_Tt, groups, dtype=bool).any(axis=1)
+    return jnp.where(kept_TG[..., None], rank_TGe, -jnp.inf).reshape(rank_TE.shape)
 
 
 def apply_capacity(expert_Tk: jax.Array, experts: int, factor: float) -> jax.Array:
@@ -156,8 +250,20 @@ class Experts(nn.Module):
         return local[-1].reduce(y_TD)
 
 
+class SelectionBias(nn.Module):
+    """The numbers that are added to the experts' weights for the selection, always float32."""
+
+    experts: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return them, `[E]`."""
+        bias: jax.Array = get_param(self, "bias", self.experts)
+        return bias
+
+
 class MoE(nn.Module):
-    """A router and its experts."""
+    """A router and its experts, and the expert that every token uses."""
 
     config: MoEConfig
     precision: Precision
@@ -167,16 +273,20 @@ class MoE(nn.Module):
         """Return the weighted sum of expert outputs. Padding (position -1) uses no expert."""
         c, p = self.config, self.precision
         B, T, D = x.shape
-        k, x_TD = c.num_experts_per_tok, x.reshape(-1, D)
+        x_TD = x.reshape(-1, D)
         score_TE = Linear(c.num_experts, False, p, out_dtype="float32", name="gate")(x_TD)
         score_TE = site("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
-        weight_Tk, expert_Tk = route(score_TE, k, c.normalize_topk)
+        bias_E = SelectionBias(c.num_experts, name="selection")() if c.routing.has_bias else None
+        weight_Tk, expert_Tk = route(score_TE, c.routing, bias_E)
         expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
         if c.capacity_factor is not None:
             expert_Tk = apply_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
         # After a reduce-scatter, a device has only its own tokens.
-        return site("mlp.output", y_TD.astype(x.dtype).reshape(B, -1, D))
+        y = y_TD.astype(x.dtype).reshape(B, -1, D)
+        if c.shared_expert_size:
+            y = y + MLP(c, p, c.shared_expert_size, name="shared_experts")(x, site)
+        return site("mlp.output", y)
 
 
 class Block(decoder.Block):
@@ -200,9 +310,22 @@ class MoEDecoder(Decoder):
 def moe_family(config: type[MoEConfig]) -> Family:
     """Return the row of an MoE family; its dense layers have the linears of an MLP."""
     row = decoder.decoder_family(config, MoEDecoder)
-    stacks = (
-        m._replace(linear=m.linear.replace("mlp.", "mlp.experts.")) for m in row.channel_linears
+    experts, shared = (
+        tuple(
+            m._replace(linear=m.linear.replace("mlp.", f"mlp.{name}.")) for m in row.channel_linears
+        )
+        for name in ("experts", "shared_experts")
     )
+    gate, up, down = (m.linear for m in shared)
     return dataclasses.replace(
-        row, router="mlp.gate", channel_linears=(), expert_linears=(*stacks, *row.channel_linears)
+        row,
+        router="mlp.gate",
+        linear_groups=(
+            *row.linear_groups,
+            # The norm before it is read by the router, too.
+            LinearGroup("mlp_norm", (gate, up), "mlp.output", None),
+            LinearGroup("mlp.post", (down,), "mlp.output", up),
+        ),
+        channel_linears=(),
+        expert_linears=(*experts, *shared, *row.channel_linears),
     )

@@ -45,7 +45,9 @@ def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     """Return the sites of a layer, without its number."""
     moe: Any = config
     is_mixture = get_family(config.model_type).router is not None and moe.is_moe_layer(layer)
-    absent = ("mlp.pre", "mlp.post") if is_mixture else ("router",)
+    absent = set() if is_mixture else {"router"}
+    if is_mixture and not moe.shared_expert_size:
+        absent = {"mlp.pre", "mlp.post"}
     return [site for site in LAYER_SITES if site not in absent]
 
 

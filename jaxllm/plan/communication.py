@@ -71,12 +71,16 @@ def _layer_traffic(step: StepSizes) -> Iterator[Collective]:
     c, t = step.config, step.tensor_devices
     count, routed = step.num_layers, step.num_expert_layers
     out = step.tick_tokens * c.hidden_size * 4
+    size, shared_size = (
+        (c.expert_size, c.shared_expert_size) if isinstance(c, MoEConfig) else (0, 0)
+    )
+    shared = routed if shared_size else 0
     if step.deterministic_sums:
-        expert_size = c.expert_size if isinstance(c, MoEConfig) else 0
         for what, number, features, rows in (
             ("attention", count, c.num_attention_heads * c.head_dim, step.tick_tokens),
             ("MLP", count - routed, c.intermediate_size, step.tick_tokens),
-            ("experts", routed, expert_size, _expert_capacity(step)),
+            ("experts", routed, size, _expert_capacity(step)),
+            ("shared experts", shared, shared_size, step.tick_tokens),
         ):
             inputs, outputs = rows * features * step.activation_bytes, rows * c.hidden_size * 4
             yield _layer_collective(step, f"{what}: inputs", "all-gather", number, inputs)
@@ -84,13 +88,15 @@ def _layer_traffic(step: StepSizes) -> Iterator[Collective]:
     elif step.splits_tokens:
         read = step.tick_tokens * c.hidden_size * step.activation_bytes
         yield _layer_collective(step, "attention, MLP: inputs", "all-gather", 2 * count, read)
-        yield _layer_collective(step, "attention, MLP", "reduce-scatter", 2 * count, out // t)
+        sums = 2 * count + shared
+        yield _layer_collective(step, "attention, MLP", "reduce-scatter", sums, out // t)
     elif getattr(c, "use_parallel_residual", False):  # neither waits for the other
         yield _layer_collective(step, "attention and MLP", "all-reduce", count, 2 * out)
     else:
         yield _layer_collective(step, "attention", "all-reduce", count, out)
         yield _layer_collective(step, "MLP", "all-reduce", count - routed, out)
         yield _layer_collective(step, "experts", "all-reduce", routed, out)
+        yield _layer_collective(step, "shared experts", "all-reduce", shared, out)
     if get_family(c.model_type).head_norms:
         yield from _norm_traffic(step, count)
 

@@ -106,7 +106,7 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
             yield rf"{path}\.bias", REPLICATED  # added once, to the sum of all products
     yield rf"{layer}.*\.memory_gate", PartitionRule("column", HEAD_AXES)
     if f.router is not None:
-        yield rf"{layer}{re.escape(f.router)}\.weight", REPLICATED
+        yield rf"{layer}({re.escape(f.router)}\.weight|mlp\.selection\.bias)", REPLICATED
     yield r"(.*\.)?[^.]*(norm|ln_)[^.]*\.(weight|bias)", REPLICATED
 
 

@@ -18,6 +18,8 @@ from jaxllm.weights.paths import Params, check_params, first_match, flatten, map
 from jaxllm.weights.quantize import Rules, find_format, resolve_rules
 from jaxllm.weights.types.arrays import DTYPES
 
+# Parameters that are float32 in every precision: their last bits decide which experts are selected.
+_FLOAT32 = re.compile(r".*mlp\.selection\.bias")
 CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
 
@@ -113,6 +115,8 @@ class Precision:
         override = self._find_override(path, "weights")
         if override is not None:
             return override if override in DTYPES or len(shape) >= 2 else self.weights
+        if _FLOAT32.fullmatch(path):
+            return "float32"
         quantized = None if self.quantize is None else find_format(self.quantize, path, shape)
         return quantized or self.weights
 
@@ -164,7 +168,7 @@ def match_precision(params: Params, precision: Precision) -> Precision:
         if ndim >= 2 and name != precision.weights:
             general = _layer_pattern(path)
             rows[general if len(kinds[general]) == 1 else re.escape(path)] = name
-        elif name != precision.weights:  # `quantize` leaves it alone
+        elif name != precision.weights and not _FLOAT32.fullmatch(path):  # nor does `quantize`
             vectors[re.escape(path)] = Override(weights=name)
     others = [(regex, dataclasses.replace(o, weights=None)) for regex, o in precision.overrides]
     return dataclasses.replace(

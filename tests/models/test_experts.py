@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.lfm2_moe import modeling_lfm2_moe as lfm2_moe
 
 import jaxllm
 from jaxllm import models
@@ -19,7 +22,7 @@ from jaxllm.convert.hf import open_hf, read_config, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.evaluate import bench
 from jaxllm.lm import LM
-from jaxllm.models.moe import apply_capacity, route
+from jaxllm.models.moe import Routing, apply_capacity, route
 from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten, map_leaves
 from tests.tiny_models import (
@@ -53,7 +56,7 @@ def test_router_breaks_equal_scores_by_lowest_index() -> None:
     scores = np.zeros((3, 8), np.float32)
     scores[1, [2, 5, 6]] = 1.0
     scores[2, 7] = -1.0
-    weight, expert = route(jnp.asarray(scores), 3, True)
+    weight, expert = route(jnp.asarray(scores), Routing(count=3))
     order = np.argsort(-scores, axis=1, kind="stable")[:, :3]
     np.testing.assert_array_equal(expert, order)
     of_torch = torch.topk(torch.tensor(scores).softmax(-1), 3, dim=-1)
@@ -61,8 +64,50 @@ def test_router_breaks_equal_scores_by_lowest_index() -> None:
     # A softmax over all experts, renormalized, equals a softmax over the chosen ones.
     chosen = np.take_along_axis(scores, order, 1)
     np.testing.assert_allclose(weight, jax.nn.softmax(jnp.asarray(chosen)), rtol=1e-6)
-    raw, _ = route(jnp.asarray(scores), 3, False)
+    raw, _ = route(jnp.asarray(scores), Routing(count=3, normalized=False))
     np.testing.assert_allclose(raw, of_torch.values, rtol=1e-6)
+
+
+def test_sigmoid_routing_equals_transformers() -> None:
+    """The bias selects experts without changing their weights, and only the best groups take part:
+    as in DeepSeek-V3; without groups and with another eps as in LFM2-MoE.
+    """
+    shared = {"num_experts_per_tok": 3, "hidden_size": 8, "routed_scaling_factor": 2.5}
+    deepseek = transformers.DeepseekV3Config(
+        n_routed_experts=12, n_group=4, topk_group=2, norm_topk_prob=True, **shared
+    )
+    lfm2 = transformers.Lfm2MoeConfig(num_experts=12, norm_topk_prob=True, **shared)
+    settings = {"count": 3, "uses_sigmoid": True, "has_bias": True, "scale": 2.5}
+    torch.manual_seed(0)
+    x, bias = torch.randn(64, 8), torch.randn(12)
+    for config, module, routing in (
+        (deepseek, deepseek_v3.DeepseekV3TopkRouter, {"groups": 4, "top_groups": 2, "eps": 1e-20}),
+        (lfm2, lfm2_moe.Lfm2MoeTopKRouter, {"eps": 1e-6}),
+    ):
+        router = module(config)
+        with torch.no_grad():
+            router.weight.normal_()
+            if own := "groups" in routing:
+                router.e_score_correction_bias.copy_(bias)
+            scores, weights, experts = router(x) if own else router(x, bias)
+        scores_TE, bias_E = jnp.asarray(scores.numpy()), jnp.asarray(bias.numpy())
+        mine = route(scores_TE, Routing(**settings, **routing), bias_E)
+        order = np.argsort(experts.numpy(), axis=1), np.argsort(mine[1], axis=1)
+        np.testing.assert_array_equal(*(np.sort(e, axis=1) for e in (experts.numpy(), mine[1])))
+        weight, expected = (
+            np.take_along_axis(np.asarray(w), o, 1)
+            for w, o in ((mine[0], order[1]), (weights, order[0]))
+        )
+        np.testing.assert_allclose(weight, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "top", "message"),
+    [(5, 1, "in 5 groups"), (12, 12, "in 12 groups"), (4, 1, "from 1 of 4"), (4, 5, "from 5 of 4")],
+)
+def test_impossible_groups_are_refused(groups: int, top: int, message: str) -> None:
+    assert message in Routing(count=4, groups=groups, top_groups=top).complaints(12)[0]
+    assert Routing(count=4, groups=4, top_groups=2).complaints(12) == []
 
 
 def rewrite_tensors(twin: Twin, directory: Path, change: Any) -> Path:
