@@ -94,7 +94,7 @@ class DecoderArchitecture(Architecture):
         self.derive(fields, complaints, data)
         refuse("config.json", complaints)
         made = self.config(**fields)
-        if "layer_types" not in fields and (stated := data.get("layer_types")) is not None:
+        if "layer_types" not in fields and (stated := prepared.get("layer_types")) is not None:
             kinds = ("full_attention", "sliding_attention")
             meant = [kinds[made.window(i) is not None] for i in range(made.num_hidden_layers)]
             if stated != meant:
@@ -201,6 +201,19 @@ def write_rope(rope: Rope, context: int) -> dict[str, Any]:
         settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL_CONTEXT: context}
     data = {"rope_theta": theta, "rope_scaling": None if rope.rope_type == "default" else settings}
     return data if share is None else {**data, "partial_rotary_factor": share}
+
+
+def set_rotary_share(data: Mapping[str, Any], share: float) -> Mapping[str, Any]:
+    """Return config.json with this fraction of rotated dimensions if it has none."""
+    settings = (data, data.get("rope_scaling"), data.get("rope_parameters"))
+    if any(isinstance(s, Mapping) and s.get(PARTIAL_ROTARY_FACTOR) for s in settings):
+        return data
+    return {**data, PARTIAL_ROTARY_FACTOR: share}
+
+
+def write_rotary_share(config: DecoderConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Write the fraction of rotated dimensions even if it is 1, which is not the default."""
+    return {PARTIAL_ROTARY_FACTOR: 1.0, **data}
 
 
 def split_ropes(

@@ -182,3 +182,6 @@ def qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
 def gate_up_rows(config: ModelConfig) -> tuple[int, int]:
     """Return the row counts of the gate and up projections."""
     return config.intermediate_size, config.intermediate_size
+
+
+FUSED_GATE_AND_UP = FusedLayout("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), gate_up_rows)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.convert.decoders import make_table
+from jaxllm.convert.decoders import make_table, set_rotary_share
 from jaxllm.convert.fused_layouts import FusedLayout, qkv_rows
 from jaxllm.convert.tables import Field, refuse
 from jaxllm.models.gpt_neox import GPTNeoXConfig
@@ -14,7 +14,7 @@ ROPE_ALIASES = {
 }  # to common names
 
 
-def _rename_rope_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_rope_fields(data: Mapping[str, Any]) -> Mapping[str, Any]:
     own = {name: value for name, value in data.items() if name not in ROPE_ALIASES}
     for alias, name in ROPE_ALIASES.items():
         if (value := data.get(alias)) is None:
@@ -23,10 +23,7 @@ def _rename_rope_fields(data: Mapping[str, Any]) -> dict[str, Any]:
             own[name] = value
         elif own[name] != value:
             refuse("config.json", [f"{alias} {value!r:.40} differs from {name} {own[name]!r:.40}"])
-    settings = [own, own.get("rope_scaling"), own.get("rope_parameters")]
-    if not any(isinstance(s, Mapping) and s.get("partial_rotary_factor") for s in settings):
-        own["partial_rotary_factor"] = 0.25
-    return own
+    return set_rotary_share(own, 0.25)
 
 
 def _write_rope_fields(config: GPTNeoXConfig, data: dict[str, Any]) -> dict[str, Any]:

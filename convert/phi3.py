@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxllm.convert.decoders import SLIDING_WINDOW, make_table
-from jaxllm.convert.fused_layouts import FusedLayout, gate_up_rows, qkv_rows
+from jaxllm.convert.fused_layouts import FUSED_GATE_AND_UP, FusedLayout, qkv_rows
 from jaxllm.convert.tables import Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.phi3 import Phi3Config
@@ -40,7 +40,7 @@ PHI3 = make_table(
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             qkv_rows,
         ),
-        FusedLayout("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), gate_up_rows),
+        FUSED_GATE_AND_UP,
     ),
     finish=_finish_fields,
 )

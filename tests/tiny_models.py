@@ -189,6 +189,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attn_idxs": [1],
         },
     ),
+    "glm4": ("Glm4", {**LLAMA, "head_dim": 8, "pad_token_id": 0}),
+    "seed_oss": ("SeedOss", {**LLAMA, "pad_token_id": 0}),
+    "ernie4_5": ("Ernie4_5", LLAMA),
+    "exaone4": ("Exaone4", {**SQUARE, "sliding_window": 5, "sliding_window_pattern": 3}),
+    "cohere2": (
+        "Cohere2",
+        {
+            **{k: v for k, v in SQUARE.items() if k != "rms_norm_eps"},
+            "layer_norm_eps": 1e-3,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "pad_token_id": 0,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **SQUARE,
+            "shared_intermediate_size": 56,
+            "layer_types": ["full_attention"] * 6,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 1,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {
@@ -226,7 +256,10 @@ def theirs(family: str, **changes: Any) -> Any:
     """Return the transformers configuration of a tiny model."""
     kind, base = KINDS[family]
     text = "Text" if family.endswith("_text") else ""
-    return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
+    fields = {**base, **changes}
+    if family == "granitemoehybrid":  # a type for each layer
+        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+    return getattr(transformers, f"{kind}{text}Config")(**fields)
 
 
 def random_torch_model(

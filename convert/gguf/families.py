@@ -21,6 +21,16 @@ EXPERTS = (
 )
 BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
+# Of Granite 4 without Mamba layers and experts, which is Granite to llama.cpp, and reads none.
+UNUSED_OF_GRANITE_4 = frozenset(
+    {
+        "expert_shared_feed_forward_length",
+        *(
+            f"ssm.{name}"
+            for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
+        ),
+    }
+)
 # Keys of expert routing, with the values that match what llama.cpp computes.
 ROUTING: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),  # softmax
@@ -90,6 +100,17 @@ def _derive_olmo3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[st
     local = Rope(rope_type="default", rope_theta=rope.rope_theta) if rope else None
     types = _read_pattern(data, fields["num_hidden_layers"], 4)
     return {"layer_types": types, "local_rope": local}
+
+
+def _derive_exaone4(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """If there is a window, every fourth layer has full attention."""
+    if fields["sliding_window"] is None:
+        return _full_attention(fields, data)
+    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 4)}
+
+
+def _derive_cohere2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 4)}
 
 
 def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +240,48 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         tensor_flags=MLP_BIAS_TENSORS,
         # For Granite this is a switch: without it llama.cpp applies no RoPE.
         allowed_values={"rope.scaling.finetuned": (True,)},
+        derive_keys=UNUSED_OF_GRANITE_4,
+    ),
+    "glm4": GGUFArchitecture(
+        family=FAMILIES["glm4"],
+        modules=names.GLM4,
+        fields=RMS_NORM,
+        tensor_flags=BIAS_TENSORS,
+        partial_rotary=True,
+    ),
+    "seed_oss": GGUFArchitecture(
+        family=FAMILIES["seed_oss"],
+        modules=names.SEED_OSS,
+        fields=RMS_NORM,
+        constants={**SILU, "attention_out_bias": False, "mlp_bias": False},
+        tensor_flags=BIAS_TENSORS,
+    ),
+    "ernie4_5": GGUFArchitecture(
+        family=FAMILIES["ernie4_5"],
+        modules=names.LLAMA,
+        fields=RMS_NORM,
+        constants={**SILU, "use_bias": False},
+    ),
+    "exaone4": GGUFArchitecture(
+        family=FAMILIES["exaone4"],
+        modules=names.EXAONE4,
+        fields=(*RMS_NORM, SLIDING_WINDOW),
+        derive=_derive_exaone4,
+        writes_pattern=True,
+        derive_keys=frozenset({"attention.sliding_window_pattern"}),
+    ),
+    "cohere2": GGUFArchitecture(
+        family=FAMILIES["cohere2"],
+        modules=names.COHERE2,
+        fields=(
+            *LAYER_NORM,
+            Field("attention.sliding_window", "sliding_window", REQUIRED),
+            Field("logit_scale", "logit_scale", REQUIRED),
+        ),
+        constants={**SILU, "attention_bias": False},
+        derive=_derive_cohere2,
+        derive_keys=frozenset({"attention.sliding_window_pattern"}),
+        writes_pattern=True,
     ),
     "gptneox": GGUFArchitecture(
         family=FAMILIES["gpt_neox"],
@@ -238,7 +301,8 @@ ARCHITECTURES |= {
     )
     for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"))
 }
-# Architectures that a positive number under a key makes another family: name, key and row.
+# Architectures that a positive number under a key makes another family: name, key and row. Rows
+# without a key are for writing only.
 VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
     (
         "llama",
@@ -248,6 +312,16 @@ VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
             modules=names.MIXTRAL,
             fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
             allowed_values=ROUTING,
+        ),
+    ),
+    (
+        "granite",
+        "",  # read as Granite
+        dataclasses.replace(
+            ARCHITECTURES["granite"],
+            family=FAMILIES["granitemoehybrid"],
+            tensor_flags=BIAS_TENSORS,
+            constants={**SILU, "uses_rope": True},
         ),
     ),
     (

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import gate_up_rows, qkv_rows
+from jaxllm.convert.rotary_pairs import head_rows
 
 RowOrder = Callable[[ModelConfig], np.ndarray]  # our row for each of GGUF's
 RowRange = Callable[[ModelConfig], tuple[int, int, int]]  # a tensor's rows: first, end, total
@@ -45,7 +46,7 @@ class MatchedParam(NamedTuple):
 
 
 def interleave_rows(heads: str) -> RowOrder:
-    """Return the order that interleaves the two halves of each head.
+    """Return the order that interleaves the two rotated halves of each head.
 
     It is `LlamaModel.permute`, which llama.cpp's converter applies to queries and keys.
 
@@ -53,12 +54,8 @@ def interleave_rows(heads: str) -> RowOrder:
         heads: The config field with the head count.
     """
 
-    def order(config: ModelConfig) -> np.ndarray:
-        rows = getattr(config, heads) * config.head_dim
-        by_half = np.arange(rows).reshape(-1, 2, config.head_dim // 2)
-        return by_half.swapaxes(1, 2).reshape(-1)
-
-    return order
+    rows = head_rows(heads)
+    return lambda config: np.argsort(rows(config))
 
 
 def _fuse_rows(
@@ -147,15 +144,30 @@ QWEN3 = (*QWEN2, *_QK_NORMS)
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
 GEMMA2 = _offset_norms((*_EMBEDDINGS[:2], *_PRE_POST_NORMS, *_QKVO, *_GATED_MLP))  # always tied
 GEMMA3 = _offset_norms((*_EMBEDDINGS, *_PRE_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP))
+EXAONE4 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)
+SEED_OSS = (*_EMBEDDINGS, _NORMS[0], _POST_NORMS[0], *_QKVO, *_GATED_MLP)
 OLMO2 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)
+_FUSED_MLP = (
+    *_fuse_rows(gate_up_rows, "blk.*.ffn_up", f"{_MLP}.gate_proj", f"{_MLP}.up_proj"),
+    _GATED_MLP[2],
+)
 PHI3 = (
     *_EMBEDDINGS,
     *_NORMS,
     *_fuse_rows(qkv_rows, "blk.*.attn_qkv", *(f"{_ATTENTION}.{x}_proj" for x in "qkv")),
     _QKVO[3],
-    *_fuse_rows(gate_up_rows, "blk.*.ffn_up", f"{_MLP}.gate_proj", f"{_MLP}.up_proj"),
-    _GATED_MLP[2],
+    *_FUSED_MLP,
 )
+# Hugging Face's files of these have pairs, too.
+GLM4 = (
+    *_EMBEDDINGS,
+    *_NORMS,
+    ModuleRow("layers.*.post_self_attn_layernorm", "blk.*.post_attention_norm"),
+    ModuleRow("layers.*.post_mlp_layernorm", "blk.*.post_ffw_norm"),
+    *_INTERLEAVED_QKVO,
+    *_FUSED_MLP,
+)
+COHERE2 = (*_EMBEDDINGS[:2], _NORMS[0], *_INTERLEAVED_QKVO, *_GATED_MLP)  # always tied
 GPT_NEOX = (  # QKV rows are per head in Hugging Face's files, concatenated in GGUF
     ModuleRow("embed_in", "token_embd"),
     ModuleRow("final_layer_norm", "output_norm"),

@@ -147,9 +147,11 @@ def write_config(
     if not candidates:
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
     name, row = candidates[0]
+    slides = tuple(config.window(i) is not None for i in range(config.num_hidden_layers))
+    pattern = {"attention.sliding_window_pattern": slides} if row.writes_pattern else {}
     complaints = [
         f"{field} {getattr(config, field)!r} (expected {value!r})"
-        for field, value in {**row.constants, **row.derive(vars(config), {})}.items()
+        for field, value in {**row.constants, **row.derive(vars(config), pattern)}.items()
         if not _is_equivalent(getattr(config, field), value)
     ]
     kind = config.long_attention(0)
@@ -157,8 +159,7 @@ def write_config(
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {key: getattr(config, name) for key, name, *_ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
-    if row.writes_pattern:
-        slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+    if row.writes_pattern and any(slides):
         values["attention.sliding_window_pattern"] = np.array(slides)
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):

@@ -48,6 +48,12 @@ _NAMES = (
     "gpt_neox",
     "qwen3_5_text",
     "lfm2",
+    "glm4",
+    "seed_oss",
+    "ernie4_5",
+    "exaone4",
+    "cohere2",
+    "granitemoehybrid",
 )
 
 

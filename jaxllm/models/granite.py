@@ -8,15 +8,12 @@ from jaxllm.models.decoder import DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraniteConfig(DecoderConfig):
-    """Granite. Embeddings, residual branches and scores have multipliers; logits are divided by
+class GraniteMultipliers(DecoderConfig):
+    """Embeddings, residual branches and scores have multipliers; logits are divided by
     `logits_scaling`.
     """
 
-    model_type: ClassVar[str] = "granite"
-
     attention_bias: bool = False
-    mlp_bias: bool = False
     embedding_multiplier: Positive = 1.0
     residual_multiplier: Positive = 1.0
     attention_multiplier: Positive = 1.0
@@ -37,6 +34,15 @@ class GraniteConfig(DecoderConfig):
     @property
     def logits_scale(self) -> float:
         return 1 / self.logits_scaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(GraniteMultipliers):
+    """Granite."""
+
+    model_type: ClassVar[str] = "granite"
+
+    mlp_bias: bool = False
 
 
 FAMILY = decoder_family(GraniteConfig, embeddings="embeddings")

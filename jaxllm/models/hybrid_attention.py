@@ -34,6 +34,14 @@ class HybridAttentionConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SlidingRopeConfig(HybridAttentionConfig):
+    """Layers without a sliding window have no rotary positions."""
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        return self.rope if self.is_sliding(layer) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalRopeConfig(HybridAttentionConfig):
     """Sliding-window layers have rotary settings of their own, `local_rope`."""
 

@@ -111,11 +111,13 @@ class RMSNorm(nn.Module):
 
 class LayerNorm(nn.Module):
     eps: float
+    has_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight, bias = get_param(self, "weight", x.shape[-1]), get_param(self, "bias", x.shape[-1])
-        return ops.layer_norm(x, weight, bias, eps=self.eps)
+        weight_D = get_param(self, "weight", x.shape[-1])
+        bias_D = get_param(self, "bias", x.shape[-1]) if self.has_bias else None
+        return ops.layer_norm(x, weight_D, bias_D, eps=self.eps)
 
 
 def select_columns(x_BT: jax.Array, column_B: jax.Array | None) -> jax.Array:

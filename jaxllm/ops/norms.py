@@ -40,10 +40,12 @@ def rms_norm(
     return _plain(rules, x, weight_D, None, mean)
 
 
-def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
+def layer_norm(
+    x: jax.Array, weight_D: jax.Array, bias_D: jax.Array | None, *, eps: float
+) -> jax.Array:
     """Return layer norm, in x's dtype (Ba et al. 2016, eq. 4).
 
-    That is `(x - mean) / sqrt(var + eps) * weight + bias`.
+    That is `(x - mean) / sqrt(var + eps) * weight`, plus the bias if there is one.
     """
     return _normalize(_Rules(eps, centered=True), x, weight_D, bias_D)
 

@@ -74,6 +74,10 @@ PEFT_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {"target_modules": ["query_key_value", "lm_head"], "r": 2, "use_dora": True},
     ),
+    "paired-dora": (
+        "glm4",
+        {"target_modules": ["q_proj", "k_proj", "gate_up_proj"], "r": 3, "use_dora": True},
+    ),
     "tied": ("gpt2", {"target_modules": ["wte", "lm_head", "wpe"], "r": 3}),
 }
 TOKENS = tokens(2, 9)
@@ -84,7 +88,7 @@ WEIGHTS = "adapter_model.safetensors"
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
     return {
         family: make_twin(tmp_path_factory.mktemp(family), family)
-        for family in ("llama", "gpt2", "phi3", "gpt_neox")
+        for family in ("llama", "gpt2", "phi3", "gpt_neox", "glm4")
     }
 
 
@@ -120,7 +124,16 @@ def peft_logits(model: Any) -> np.ndarray:
 
 
 # Together these cover every feature; the full suite also runs the others.
-DAILY = ("patterns", "tables", "layers", "conv1d-dora", "fused", "fused-dora", "tied")
+DAILY = (
+    "patterns",
+    "tables",
+    "layers",
+    "conv1d-dora",
+    "fused",
+    "fused-dora",
+    "paired-dora",
+    "tied",
+)
 
 
 @pytest.mark.parametrize(

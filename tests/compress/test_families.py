@@ -37,6 +37,8 @@ FOLDABLE = {
     "gpt_neox": {*NORMS, "attn.z"},
     "olmo2": {"mlp.post"},  # no norms before the linears
     "olmo3": {"mlp.post"},
+    "exaone4": {"mlp.post"},
+    "cohere2": {"mlp.post"},  # attention and MLP read one norm
     "mixtral": {"attn_norm"},  # the MLP's norm is read by the router, too
 }
 INT4 = IntFormat(4, None)

@@ -1,8 +1,8 @@
 """Published config.json files: read as transformers reads them, ignoring neutral fields.
 
 `published_configs.json` has whole files, copied from public code and pages of the Hub, or as
-transformers prints them, without `_name_or_path`. SmolLM3-3B is put together from fields that
-public pages quote.
+transformers prints them, without `_name_or_path`. SmolLM3-3B, Granite 4.0 Micro, EXAONE 4.0 1.2B
+and GLM-4 are put together from fields that public pages quote.
 """
 
 import json
@@ -54,6 +54,12 @@ SHRUNK = (
     "allenai/OLMo-2-1124-13B",
     "HuggingFaceTB/SmolLM3-3B",
     "ibm-granite/granite-3.3-8b-instruct",
+    "THUDM/GLM-4-9B-0414",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "baidu/ERNIE-4.5-0.3B-PT",
+    "LGAI-EXAONE/EXAONE-4.0-32B",
+    "CohereLabs/c4ai-command-r7b-12-2024",
+    "ibm-granite/granite-4.0-micro",
     "openai-community/gpt2-medium",
     "iamplus/gpt-neoxt-20b-v2",
 )
@@ -85,13 +91,14 @@ def test_published_configs_cover_every_family() -> None:
 def shrink(row: Row) -> Row:
     """Return the config with tiny sizes and the settings of its last two layers."""
     sizes = {
+        "shared_intermediate_size": 24, "mamba_n_heads": 1,
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 16, "n_embd": 64, "n_head": 4, "n_layer": 2,
         "n_positions": 32, "n_ctx": 32, "num_experts": 5, "num_local_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 12, "query_pre_attn_scalar": 16,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    tiny = {key: sizes.get(key, value) if value is not None else None for key, value in row.items()}
+    tiny = {key: sizes.get(key, value) if value else value for key, value in row.items()}
     if "num_key_value_heads" in row:
         shared = row["num_key_value_heads"] != row["num_attention_heads"]
         tiny["num_key_value_heads"] = 2 if shared else 4

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 import jaxllm
 from jaxllm import models
 from jaxllm.compress.layerwise import get_module
+from jaxllm.convert.hf import read_config
+from jaxllm.convert.rotary_pairs import head_order
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity.transformers_backend import _replace_attention
 from jaxllm.models.site_inputs import find_sites, site_names
@@ -31,6 +33,8 @@ T = 9
 def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
     """Record the arrays of a transformers model by our names while the context is open."""
     found: dict[str, Any] = {}
+    config, table = read_config(model.config.to_dict())
+    order = head_order(config, table.layouts)  # of queries and keys
     body = model.get_submodule(model.base_model_prefix)
     hooks = []
 
@@ -45,7 +49,7 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         at = f"blocks.{module.layer_idx}"
-        for name, x in (("rot_q", q), ("rot_k", k), ("v", v)):
+        for name, x in (("rot_q", q[..., order]), ("rot_k", k[..., order]), ("v", v)):
             keep(f"{at}.attn.{name}", x.transpose(1, 2))
         eager = sys.modules[type(module).__module__].eager_attention_forward
         heads, weights = eager(module, q, k, v, mask, **options)
@@ -63,7 +67,7 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         for norm, site in ((family.attention_norm, "attn_norm"), (family.mlp_norm, "mlp_norm")):
             if norm is not None:
                 after(modules[norm], f"{at}.{site}")
-        after(modules["mlp"], f"{at}.mlp.output")
+        after(modules["mlp" if "mlp" in modules else "shared_mlp"], f"{at}.mlp.output")
         if family.mlp_down in modules:
             before(modules[family.mlp_down], f"{at}.mlp.post")
         if family.router is not None and family.router in modules:

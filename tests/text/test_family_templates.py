@@ -112,6 +112,28 @@ PHI = """\
 {{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] in ['user', 'assistant'] %}\
 {{ '<|' ~ m['role'] ~ '|>\\n' ~ m['content'] ~ '<|end|>\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+GLM = """\
+[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>
+{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+SEED = """\
+{% for m in messages %}{{ bos_token + m['role'] }}
+{{ (m['content'] | trim) + eos_token }}{% endfor %}{% if add_generation_prompt %}\
+{{ bos_token + 'assistant\\n' }}{% endif %}"""
+ERNIE = """\
+{%- for m in messages %}{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\\n' }}\
+{% elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + eos_token }}\
+{% elif m['role'] == 'system' %}{{ m['content'] + '\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt is defined and add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
+EXAONE = """\
+{% for m in messages %}{{ '[|' + m['role'] + '|]\\n' + m['content'] }}\
+{%- if not loop.last or m['role'] != 'user' %}{{ '[|endofturn|]\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '[|endofturn|]\\n[|assistant|]\\n' }}{% endif %}"""
+COHERE = """\
+{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>\
+{{ '<|%s_TOKEN|>' % ('CHATBOT' if m.role == 'assistant' else m.role | upper) }}\
+{{ m['content'] | trim }}<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}\
+<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
 OLMO = """\
 {{ bos_token }}{% for m in messages %}
 {% if m['role'] != 'assistant' %}
@@ -203,6 +225,12 @@ TEMPLATES = {
     "phi3": PHI,
     "olmo2": OLMO,
     "olmo3": CHATML,
+    "glm4": GLM,
+    "seed_oss": SEED,
+    "ernie4_5": ERNIE,
+    "exaone4": EXAONE,
+    "cohere2": COHERE,
+    "granitemoehybrid": GRANITE,
     "ministral3": MIXTRAL,
     "smollm3": SMOLLM,
     "granite": GRANITE,

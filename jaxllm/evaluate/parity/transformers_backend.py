@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxllm.convert.hf import read_config
+from jaxllm.convert.rotary_pairs import head_order
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity.activations import ParityCase, activation_names, decoded_arrays
 from jaxllm.models import FAMILIES, get_family
@@ -26,9 +28,9 @@ TAPS = "jaxllm_taps"
 RECURRENT = ("linear_attn", "conv", "mamba")  # in the place of attention
 MODULE_NAMES = {
     "attention": ("self_attn", *RECURRENT),
-    "down_proj": ("w2",),
+    "down_proj": ("w2", "output_linear"),
     "input_layernorm": ("operator_norm",),
-    "mlp": ("feed_forward",),
+    "mlp": ("feed_forward", "shared_mlp"),
     "norm": ("embedding_norm",),
     "post_attention_layernorm": ("ffn_norm",),
 }
@@ -99,7 +101,7 @@ class TransformersBackend:
             [f"{layers}.{layer}" for layer in range(len(cache.layers))],
             steps_BV,
             [
-                (_heads_last(layer.keys), _heads_last(layer.values))
+                (_heads_last(layer.keys)[..., self._head_order], _heads_last(layer.values))
                 if hasattr(layer, "keys")
                 else None
                 for layer in cache.layers
@@ -112,6 +114,12 @@ class TransformersBackend:
         """Our name of the model_type."""
         name = self.model.config.model_type
         return next((family for family, row in FAMILIES.items() if name in row.aliases), name)
+
+    @property
+    def _head_order(self) -> np.ndarray:
+        """The place in transformers' head of each number of ours, of queries and keys."""
+        config, table = read_config(self.model.config.to_dict())
+        return head_order(config, table.layouts)
 
     @property
     def _activation_names(self) -> list[str]:
@@ -150,7 +158,7 @@ class TransformersBackend:
     def _record_outputs(self, outputs: dict[str, Any]) -> Iterator[None]:
         """Record the activations of forward passes in `outputs` while the context is open."""
         layers = get_family(self._family).layers
-        body = self._body
+        body, order = self._body, self._head_order
 
         def tap(name: str) -> Callable[..., None]:
             def hook(*given: Any) -> None:  # the last is the output, or the inputs in a pre-hook
@@ -169,7 +177,7 @@ class TransformersBackend:
             module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
         ) -> tuple[Any, Any]:
             path, new = f"{layers}.{module.layer_idx}", query.shape[2]
-            for name, x in (("q", query), ("k", key), ("v", value)):
+            for name, x in (("q", query[..., order]), ("k", key[..., order]), ("v", value)):
                 outputs[f"{path}.{name}"] = x[:, :, -new:].transpose(1, 2).clone()
             eager = sys.modules[type(module).__module__].eager_attention_forward
             heads, weights = eager(module, query, key, value, mask, **options)

@@ -19,6 +19,8 @@ ARCHS = {
     "qwen3": A.QWEN3, "qwen3_moe": A.QWEN3MOE, "gemma2": A.GEMMA2, "gemma3_text": A.GEMMA3,
     "phi3": A.PHI3, "olmo2": A.OLMO2, "smollm3": A.SMOLLM3, "granite": A.GRANITE,
     "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
+    "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
+    "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -27,6 +29,7 @@ PERMUTED = {
     "granite",
     "smollm3",
     "ministral3",
+    "granitemoehybrid",
 }  # classes of `LlamaModel`
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(w\d|\w+_proj)\.weight")
 CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's matrices that are `[in, out]`
@@ -46,7 +49,8 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     known = gguf.get_tensor_name_map(ARCHS[kind], layers)
     found = {}
-    for name, array in stacked(load_file(directory / "model.safetensors")).items():
+    tensors = stacked(load_file(directory / "model.safetensors"))
+    for name, array in separate_mlp(tensors).items():
         if kind == "gpt2" and CONV1D.search(name):
             array = array.T
         if kind in PERMUTED and ("q_proj" in name or "k_proj" in name):
@@ -76,11 +80,27 @@ def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
 
 
+def separate_mlp(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Name Granite 4's MLP as Granite's, and split its gate from up."""
+    found = dict[str, np.ndarray]()
+    for name, array in tensors.items():
+        module, _, linear = name.partition("shared_mlp.")
+        if linear == "input_linear.weight":
+            halves = np.split(array, 2)
+            found |= {
+                f"{module}mlp.{x}_proj.weight": y
+                for x, y in zip(("gate", "up"), halves, strict=True)
+            }
+        else:
+            found[f"{module}mlp.down_proj.weight" if linear else name] = array
+    return found
+
+
 # A setting of GGUF, and its names in config.json.
 SETTINGS = {
     "context_length": ("n_positions", "max_position_embeddings"),
     "embedding_length": ("n_embd", "hidden_size"),
-    "feed_forward_length": ("n_inner", "intermediate_size"),
+    "feed_forward_length": ("n_inner", "shared_intermediate_size", "intermediate_size"),
     "block_count": ("n_layer", "num_hidden_layers"),
     "head_count": ("n_head", "num_attention_heads"),
     "head_count_kv": ("num_key_value_heads",),
@@ -95,7 +115,7 @@ SETTINGS = {
     "attention_scale": ("attention_multiplier",),
     "embedding_scale": ("embedding_multiplier",),
     "residual_scale": ("residual_multiplier",),
-    "logit_scale": ("logits_scaling",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
 }
 
 
@@ -114,11 +134,12 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind in ("gemma3_text", "olmo3"):
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "gpt_neox":
-        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    if kind in ("gpt_neox", "glm4", "cohere2"):
+        turned = int(rope.get("partial_rotary_factor", 1) * head_dim)
+        writer.add_rope_dimension_count(turned)
     elif kind == "phi3":
         add_longrope(writer, config, head_dim)
-    elif config.get("head_dim"):
+    if kind not in ("gpt_neox", "phi3", "cohere2") and config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope["rope_type"] == "yarn":
@@ -126,10 +147,12 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind in PERMUTED:
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(config["vocab_size"])
-    windowed = ("mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3")
+    windowed = (
+        "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
+    )  # fmt: skip
     if config.get("sliding_window") and kind in windowed:
         writer.add_sliding_window(config["sliding_window"])
-    if kind == "olmo3":
+    if kind in ("olmo3", "exaone4"):
         slides = [layer == "sliding_attention" for layer in config["layer_types"]]
         writer.add_sliding_window_pattern(slides)
 

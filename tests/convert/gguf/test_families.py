@@ -63,6 +63,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
     "gpt_neox": {},
+    "glm4": {"head_dim": 8, "rms_norm_eps": 1.5625e-7},
+    "seed_oss": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "exaone4": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 4, "tie_word_embeddings": True},
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
@@ -88,8 +93,10 @@ TYPES = [
 
 
 def sizes_of(family: str) -> dict[str, Any]:
+    if family == "granitemoehybrid":
+        return {**SIZES, "shared_intermediate_size": 96, "spread": 0.1}
     sizes = {**({} if family == "gpt2" else SIZES), **FAMILIES[family], "spread": 0.1}
-    if family == "gpt_neox":
+    if family in ("gpt_neox", "cohere2"):
         sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
     return sizes
 
@@ -140,6 +147,29 @@ def test_text_models_of_vision_files_are_read(
         tmp_path / "a.gguf", source, also=lambda w: w.add_rope_dimension_sections([2, 1, 1, 0])
     )
     assert open_gguf(file).config == open_checkpoint(source).config
+
+
+def test_granite_4_is_granite_in_gguf(directory: Any, tmp_path: Path) -> None:
+    """llama.cpp's converter writes Granite 4 without Mamba layers as Granite, with keys that only
+    Mamba layers would read.
+    """
+    source = directory("granitemoehybrid")
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        writer.add_ssm_conv_kernel(4)
+        writer.add_expert_shared_feed_forward_length(96)
+
+    there = write(tmp_path / "a.gguf", source, also=also)
+    checkpoint = open_checkpoint(source)
+    write_gguf(tmp_path / "b.gguf", checkpoint, "F32")
+    assert raw_tensors(tmp_path / "b.gguf") == raw_tensors(there)
+    for file in (there, tmp_path / "b.gguf"):
+        lm = jaxllm.load(file)
+        assert lm.config.model_type == "granite"
+        assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
+    still: Any = dataclasses.replace(checkpoint.config, uses_rope=False)
+    with pytest.raises(ConfigError, match="uses_rope False"):
+        write_gguf(tmp_path / "c.gguf", dataclasses.replace(checkpoint, config=still), "F32")
 
 
 def snapped(source: Path, target: Path) -> Path:

@@ -1,0 +1,93 @@
+"""Queries and keys of families whose rotary dimensions lie in pairs.
+
+Their files rotate dimensions 2i and 2i + 1 of a head by one angle; here they are i and i + d/2 of
+its d rotated dimensions. Rows of the linears are permuted when read, and back when written: scores
+are the same, so that attention and its kernels know one order.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.fused_layouts import FusedLayout, Layout, Span, Tensors
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.lazy import LazyTensor
+
+_ROWS = (".weight", ".bias", ".weight_packed", ".weight_scale")  # one row per output
+
+
+def paired_rows(heads: int, size: int, first: int, width: int) -> np.ndarray:
+    """Return the file's row for each of ours.
+
+    In each of `heads` heads of `size` rows, the `width` rows from `first` on are in pairs.
+    """
+    row_NH = np.arange(heads * size).reshape(heads, size)
+    pairs = row_NH[:, first : first + width].reshape(heads, width // 2, 2)
+    row_NH[:, first : first + width] = pairs.swapaxes(1, 2).reshape(heads, width).copy()
+    return row_NH.reshape(-1)
+
+
+def head_rows(heads: str) -> Callable[[Any], np.ndarray]:
+    """Return the rows of queries or keys whose heads begin with the rotated dimensions.
+
+    heads: the config field with the head count.
+    """
+    return lambda config: paired_rows(
+        getattr(config, heads), config.head_dim, 0, config.rope.rotary_dim(config.head_dim)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedLayout(FusedLayout):
+    """A linear with rotary pairs: a fused one whose only part is itself, in another row order.
+
+    file_rows: The file's row for each of ours.
+    """
+
+    file_rows: Callable[[Any], np.ndarray] = dataclasses.field(kw_only=True)
+
+    def row_spans(self, config: ModelConfig) -> list[list[Span]]:
+        return [[(int(row), int(row) + 1) for row in self.file_rows(config)]]
+
+    def split_tensor(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
+        rows = self.file_rows(config)
+        if not path.endswith(_ROWS):
+            raise CheckpointError(
+                f"{path} is not supported: queries and keys of this family must be sorted, but"
+                " quantized ones in the format of GPTQ and AWQ cannot be"
+            )
+        if tensor.shape[:1] != rows.shape:
+            raise CheckpointError(
+                f"{path} has shape {tensor.shape}, but config.json implies {len(rows)} rows"
+            )
+        return [tensor.take_rows(rows)]
+
+    def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        order = np.argsort(self.file_rows(config))
+        return {
+            path: tensor.take_rows(order) if self.matches(path) else tensor
+            for path, tensor in tensors.items()
+        }
+
+
+def paired_layout(path: str, file_rows: Callable[[Any], np.ndarray]) -> PairedLayout:
+    """Return the layout of the linear at `path` of a layer."""
+    return PairedLayout(
+        path, (path,), lambda config: (len(file_rows(config)),), file_rows=file_rows
+    )
+
+
+PAIRED_QUERIES_AND_KEYS = (
+    paired_layout("self_attn.q_proj", head_rows("num_attention_heads")),
+    paired_layout("self_attn.k_proj", head_rows("num_key_value_heads")),
+)
+
+
+def head_order(config: Any, layouts: Iterable[Layout]) -> np.ndarray:
+    """Return the place in a checkpoint's head of each number of ours, of queries and keys."""
+    if PAIRED_QUERIES_AND_KEYS[0] not in layouts:
+        return np.arange(config.head_dim)
+    return head_rows("num_key_value_heads")(config)[: config.head_dim]
