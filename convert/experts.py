@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import Tensors
 from jaxllm.errors import CheckpointError
 from jaxllm.models.moe import MoEConfig
@@ -11,6 +12,8 @@ from jaxllm.weights.lazy import LazyTensor, stack_tensors
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = r"(layers\.\d+\.)"
 _STACK = re.compile(_LAYER + r"mlp\.experts\.(gate_proj|up_proj|down_proj)\.weight")
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d{1,9})\.")
+_BIAS = "mlp.selection.bias"
 _FUSED = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 
@@ -29,13 +32,16 @@ class ExpertLayout:
     Attributes:
         module: The checkpoint's name of the mixture.
         names: The checkpoint's names of the gate, up and down projections.
+        bias: The checkpoint's name of the selection's bias, within the mixture.
     """
 
     module: str
     names: tuple[str, str, str] = PROJECTIONS
+    bias: str = "gate.e_score_correction_bias"
 
     def matches(self, path: str) -> bool:
-        return any(r.fullmatch(path) for r in (self._expert_pattern, self._router_pattern, _FUSED))
+        patterns = (self._expert_pattern, self._router_pattern, self._bias_pattern, _FUSED)
+        return any(r.fullmatch(path) for r in patterns)
 
     def read(self, tensors: Tensors, config: MoEConfig) -> Tensors:
         result, each = Tensors(), dict[str, dict[int, LazyTensor]]()
@@ -48,6 +54,8 @@ class ExpertLayout:
                 result |= _split_fused_experts(path, match[1], tensor, config)
             elif match := self._router_pattern.fullmatch(path):
                 result[f"{match[1]}mlp.gate.weight"] = tensor
+            elif match := self._bias_pattern.fullmatch(path):
+                result[f"{match[1]}{_BIAS}"] = tensor
             else:
                 result[path] = tensor
         for path, experts in each.items():
@@ -64,6 +72,8 @@ class ExpertLayout:
                 for expert in range(tensor.shape[0]):
                     to = f"{match[1]}{self.module}.experts.{expert}.{name}.weight"
                     result[to] = _slice_expert(tensor, expert)
+            elif match := re.fullmatch(_LAYER + re.escape(_BIAS), path):
+                result[f"{match[1]}{self.module}.{self.bias}"] = tensor
             else:
                 router = re.fullmatch(_LAYER + r"mlp\.gate\.weight", path)
                 result[f"{router[1]}{self.module}.gate.weight" if router else path] = tensor
@@ -77,6 +87,31 @@ class ExpertLayout:
     @property
     def _router_pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{_LAYER}{self.module}\.gate\.weight")
+
+    @property
+    def _bias_pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"{_LAYER}{self.module}\.{re.escape(self.bias)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class NextTokenLayers:
+    """Layers past the last one that predict further tokens (MTP), known by `eh_proj`: not read."""
+
+    def matches(self, path: str) -> bool:
+        return False
+
+    def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        layers = {path: _LAYER_NUMBER.search(path) for path in tensors}
+        numbers = {path: int(match[1]) for path, match in layers.items() if match}
+        further = {
+            number
+            for path, number in numbers.items()
+            if path.endswith(".eh_proj.weight") and number >= config.num_hidden_layers
+        }
+        return {path: x for path, x in tensors.items() if numbers.get(path) not in further}
+
+    def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        return tensors
 
 
 def _stack_experts(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTensor:

@@ -219,6 +219,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **LLAMA,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {
@@ -283,6 +301,9 @@ def random_torch_model(
         for path, parameter in model.named_parameters():
             norm = ("norm" in path or ".ln_" in path) and not gemma
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
+        for path, buffer in model.named_buffers():
+            if path.endswith("bias"):  # of the experts' selection
+                buffer.copy_(torch.randn_like(buffer) * spread)
     return model.eval()
 
 

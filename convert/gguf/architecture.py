@@ -8,6 +8,7 @@ from jaxllm.convert.gguf.names import ModuleRow
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
 
+NEXT_TOKEN_LAYERS = "nextn_predict_layers"  # further tokens' (MTP), counted as blocks
 SILU = {"hidden_act": "silu"}
 # From fields and from keys (without the architecture) to derived fields.
 DeriveFields = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
@@ -29,6 +30,7 @@ class GGUFArchitecture:
         derive: Derives fields from other fields and, when reading, from the keys in `derive_keys`.
         derive_keys: Keys that only `derive` reads.
         writes_pattern: Whether the layers with a sliding window are listed in the file.
+        write_keys: Returns further keys of a configuration, with values.
     """
 
     family: Family
@@ -42,6 +44,7 @@ class GGUFArchitecture:
     derive: DeriveFields = lambda fields, data: {}
     derive_keys: frozenset[str] = frozenset()
     writes_pattern: bool = False
+    write_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
 # Fields that all architectures share.
@@ -71,7 +74,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "moe_every_n_layers": (0, 1),
-    "nextn_predict_layers": (0,),
+    NEXT_TOKEN_LAYERS: (0,),
     "pooling_type": (0,),
     "rescale_every_n_layers": (0,),
     "residual_scale": (0.0, 1.0),

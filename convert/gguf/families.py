@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf import names
-from jaxllm.convert.gguf.architecture import SILU, SIZE_FIELDS, GGUFArchitecture
+from jaxllm.convert.gguf.architecture import NEXT_TOKEN_LAYERS, SILU, SIZE_FIELDS, GGUFArchitecture
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
@@ -19,6 +19,7 @@ EXPERTS = (
     Field("expert_count", "num_experts", REQUIRED),
     Field("expert_used_count", "num_experts_per_tok", REQUIRED),
 )
+DENSE_LAYERS = "leading_dense_block_count"
 BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
 # Of Granite 4 without Mamba layers and experts, which is Granite to llama.cpp, and reads none.
@@ -118,6 +119,17 @@ def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     count = fields["num_hidden_layers"]
     turns = tuple((i + 1) % 4 != 0 for i in _layer_range(count))
     return {**_full_attention(fields, data), "turns": turns}
+
+
+def _derive_glm4_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Exclude the layers of further tokens; the first layers are dense."""
+    count, further = fields["num_hidden_layers"], data.get(NEXT_TOKEN_LAYERS, 0)
+    dense = data.get(DENSE_LAYERS, fields.get("mlp_layer_types", ()).count("dense"))
+    if type(count) is int and type(further) is int and 0 < further < count:
+        count -= further
+    kinds = ("sparse", "dense")
+    types = tuple(kinds[type(dense) is int and i < dense] for i in _layer_range(count))
+    return {"num_hidden_layers": count, "mlp_layer_types": types}
 
 
 def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +259,28 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         modules=names.GLM4,
         fields=RMS_NORM,
         tensor_flags=BIAS_TENSORS,
+        partial_rotary=True,
+    ),
+    "glm4moe": GGUFArchitecture(
+        family=FAMILIES["glm4_moe"],
+        modules=names.GLM4_MOE,
+        fields=(
+            *RMS_NORM,
+            *EXPERTS,
+            Field("expert_feed_forward_length", "moe_intermediate_size", REQUIRED),
+            Field("expert_shared_count", "n_shared_experts", REQUIRED),
+            Field("expert_weights_norm", "norm_topk_prob", False),
+            Field("expert_weights_scale", "routed_scaling_factor", 1.0),
+        ),
+        constants={**SILU, "n_group": 1, "topk_group": 1},
+        derive=_derive_glm4_moe,
+        derive_keys=frozenset({DENSE_LAYERS, NEXT_TOKEN_LAYERS}),
+        write_keys=lambda config: {
+            DENSE_LAYERS: config.mlp_layer_types.count("dense"),
+            "expert_gating_func": 2,
+        },
+        tensor_flags={**BIAS_TENSORS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        allowed_values={**ROUTING, "expert_gating_func": (0, 2)},  # sigmoid, which is the default
         partial_rotary=True,
     ),
     "seed_oss": GGUFArchitecture(

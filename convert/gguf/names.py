@@ -141,6 +141,20 @@ MIXTRAL = (*_EMBEDDINGS, *_NORMS, *_INTERLEAVED_QKVO, *_EXPERTS)
 # In all others it rotates the halves of a head, like jaxllm.
 QWEN2 = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_GATED_MLP)
 QWEN3 = (*QWEN2, *_QK_NORMS)
+GLM4_MOE = (
+    *_EMBEDDINGS,
+    _NORMS[0],
+    _POST_NORMS[0],
+    *_QKVO,
+    *_QK_NORMS,
+    *_GATED_MLP,
+    *_EXPERTS,
+    *(
+        ModuleRow(f"{_MLP}.shared_experts.{x}_proj", f"blk.*.ffn_{x}_shexp")
+        for x in ("gate", "up", "down")
+    ),
+    ModuleRow(f"{_MLP}.selection", "blk.*.exp_probs_b"),
+)
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
 GEMMA2 = _offset_norms((*_EMBEDDINGS[:2], *_PRE_POST_NORMS, *_QKVO, *_GATED_MLP))  # always tied
 GEMMA3 = _offset_norms((*_EMBEDDINGS, *_PRE_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP))

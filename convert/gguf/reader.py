@@ -61,7 +61,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     first = headers[0]
     stored = {name: (h, entry) for h in headers for name, entry in h.tensor_infos.items()}
     entries: Mapping[str, TensorInfo] = {name: entry for name, (_, entry) in stored.items()}
-    _, row = find_architecture(first)
+    architecture, row = find_architecture(first)
     known = [name for name in DIVISOR_TENSORS if name in stored and row.uses_rope]
     divisors = {name: _read_divisors(name, *stored[name]) for name in known}
     config = read_config(first, entries, divisors, strict=strict)
@@ -70,7 +70,10 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     blocks: dict[str, LazyTensor] = {}
     complaints: list[str] = []
     quantizable = _quantizable_paths(config, row)
-    for match in names.match_names(row.modules, (name for name in stored if name not in divisors)):
+    end = first.settings[f"{architecture}.block_count"]  # with layers of further tokens
+    unread = [name for name in stored if config.num_hidden_layers <= _block_number(name) < end]
+    model = [name for name in stored if name not in {*divisors, *unread}]
+    for match in names.match_names(row.modules, model):
         if isinstance(match, str):
             complaints.append(f"{match} is not part of this model")
             continue
@@ -101,6 +104,12 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         blocks=blocks,
         settings=first.settings,
     )
+
+
+def _block_number(name: str) -> int:
+    """Return the number of the block that a tensor belongs to; -1 for none."""
+    number = re.match(r"blk\.(\d{1,4})\.", name)
+    return int(number[1]) if number else -1
 
 
 def _warn_larger(path: Path, infos: Iterable[TensorInfo]) -> None:

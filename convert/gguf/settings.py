@@ -158,6 +158,7 @@ def write_config(
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {key: getattr(config, name) for key, name, *_ in row.fields}
+    values |= row.write_keys(config)
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     if row.writes_pattern and any(slides):
         values["attention.sliding_window_pattern"] = np.array(slides)

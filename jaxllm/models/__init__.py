@@ -54,6 +54,7 @@ _NAMES = (
     "exaone4",
     "cohere2",
     "granitemoehybrid",
+    "glm4_moe",
 )
 
 

@@ -138,6 +138,11 @@ class DecoderConfig(ModelConfig):
         return False
 
     @property
+    def use_qk_norm(self) -> bool:
+        """Whether `qk_norm` is applied, in a family some of whose models lack it."""
+        return True
+
+    @property
     def attention_scale(self) -> float:
         """Factor on attention scores."""
         return float(self.head_dim**-0.5)
@@ -192,7 +197,7 @@ class Attention(nn.Module):
         gate = None
         if c.gates_attention:
             q, gate = q[:, :, 0::2], q[:, :, 1::2]
-        if c.qk_norm == "each head":
+        if c.qk_norm == "each head" and c.use_qk_norm:
             q, k = self._norm_qk(q, k)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         kind, memory_inputs = c.long_attention(self.layer), None

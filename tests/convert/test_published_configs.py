@@ -55,6 +55,7 @@ SHRUNK = (
     "HuggingFaceTB/SmolLM3-3B",
     "ibm-granite/granite-3.3-8b-instruct",
     "THUDM/GLM-4-9B-0414",
+    "zai-org/GLM-4.5-Air",
     "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "baidu/ERNIE-4.5-0.3B-PT",
     "LGAI-EXAONE/EXAONE-4.0-32B",
@@ -91,7 +92,7 @@ def test_published_configs_cover_every_family() -> None:
 def shrink(row: Row) -> Row:
     """Return the config with tiny sizes and the settings of its last two layers."""
     sizes = {
-        "shared_intermediate_size": 24, "mamba_n_heads": 1,
+        "shared_intermediate_size": 24, "mamba_n_heads": 1, "n_routed_experts": 5,
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 16, "n_embd": 64, "n_head": 4, "n_layer": 2,
         "n_positions": 32, "n_ctx": 32, "num_experts": 5, "num_local_experts": 5,

@@ -82,6 +82,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 3,
     },
     "glm4": {"attention_bias": False, "num_key_value_heads": 4},
+    "glm4_moe": {
+        "n_group": 2, "topk_group": 2, "num_key_value_heads": 4, "norm_topk_prob": False,
+    },
     "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     "ernie4_5": {"use_bias": True, "num_key_value_heads": 4},
     "exaone4": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
@@ -92,8 +95,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"attention_bias": True, "residual_multiplier": 2},
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
 }  # fmt: skip
-# Granite 4 has Mamba layers and experts by default.
-REQUIRED = {"granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0}}
+# Granite 4 has Mamba layers and experts by default; GLM-4-MoE no head size that fits its heads.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
+    "glm4_moe": {"head_dim": 128},
+}
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)
 NATIVE_FIELDS = {"attention", "capacity_factor", "score"}
 FIXED_FIELDS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}

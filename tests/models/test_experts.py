@@ -25,6 +25,8 @@ from jaxllm.lm import LM
 from jaxllm.models.moe import Routing, apply_capacity, route
 from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.precision import match_precision
+from jaxllm.weights.quantize import quantize
 from tests.tiny_models import (
     Twin,
     assert_close,
@@ -303,3 +305,38 @@ def test_native_config_stores_capacity_factor() -> None:
     model, _ = random_model("mixtral")
     config = replace(model.config, capacity_factor=1.25)
     assert models.config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("glm4_moe")
+    save_random(directory, "glm4_moe")
+    return load_twin(directory)
+
+
+def test_layers_of_further_tokens_are_not_read(glm: Twin, tmp_path: Path) -> None:
+    """A layer past the last one that predicts a further token is left out, but no other one."""
+
+    def add_layer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        copy = {n.replace("layers.1.", "layers.2."): x for n, x in tensors.items() if "ers.1." in n}
+        return {**tensors, **copy}
+
+    def add_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {**add_layer(tensors), "model.layers.2.eh_proj.weight": np.zeros((3, 4), np.float32)}
+
+    read = open_hf(rewrite_tensors(glm, tmp_path / "mtp", add_further))
+    assert read.tensors.keys() == open_hf(glm.directory).tensors.keys()
+    with pytest.raises(CheckpointError, match=r"layers\.2\..* is not part of this model"):
+        open_hf(rewrite_tensors(glm, tmp_path / "more", add_layer))
+
+
+def test_selection_bias_stays_float32(glm: Twin) -> None:
+    """In bfloat16, also after quantization, the numbers that select experts are exact."""
+    path = "layers.1.mlp.selection.bias"
+    exact = np.asarray(dict(flatten(glm.params))[path])
+    lm = jaxllm.load(glm.directory, dtype="bfloat16")
+    for params in (lm.params, quantize(lm.params, "int8")):
+        bias = dict(flatten(params))[path]
+        assert bias.dtype == jnp.float32
+        np.testing.assert_array_equal(bias, exact)
+    assert match_precision(lm.params, lm.model.precision) == lm.model.precision

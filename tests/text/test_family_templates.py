@@ -226,6 +226,7 @@ TEMPLATES = {
     "olmo2": OLMO,
     "olmo3": CHATML,
     "glm4": GLM,
+    "glm4_moe": GLM,
     "seed_oss": SEED,
     "ernie4_5": ERNIE,
     "exaone4": EXAONE,

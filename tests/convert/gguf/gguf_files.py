@@ -20,7 +20,7 @@ ARCHS = {
     "phi3": A.PHI3, "olmo2": A.OLMO2, "smollm3": A.SMOLLM3, "granite": A.GRANITE,
     "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
     "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
-    "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE,
+    "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -61,6 +61,7 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
         if "query_key_value" in name:  # per head there, all queries first here
             per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
             array = per_head.swapaxes(0, 1).reshape(array.shape)
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         found[theirs] = np.ascontiguousarray(array)
@@ -107,7 +108,10 @@ SETTINGS = {
     "layer_norm_eps": ("layer_norm_epsilon", "layer_norm_eps"),
     "layer_norm_rms_eps": ("rms_norm_eps",),
     "parallel_residual": ("use_parallel_residual",),
-    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_shared_count": ("n_shared_experts",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
+    "expert_weights_scale": ("routed_scaling_factor",),
     "expert_used_count": ("num_experts_per_tok",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -134,7 +138,10 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind in ("gemma3_text", "olmo3"):
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind in ("gpt_neox", "glm4", "cohere2"):
+    if kind == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if kind in ("gpt_neox", "glm4", "glm4_moe", "cohere2"):
         turned = int(rope.get("partial_rotary_factor", 1) * head_dim)
         writer.add_rope_dimension_count(turned)
     elif kind == "phi3":

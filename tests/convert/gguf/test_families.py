@@ -64,6 +64,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
     "gpt_neox": {},
     "glm4": {"head_dim": 8, "rms_norm_eps": 1.5625e-7},
+    "glm4_moe": {
+        "num_hidden_layers": 2, "head_dim": 8, "moe_intermediate_size": 32, "n_group": 1,
+        "topk_group": 1,
+    },
     "seed_oss": {"head_dim": 8},
     "ernie4_5": {"head_dim": 8},
     "exaone4": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
@@ -147,6 +151,19 @@ def test_text_models_of_vision_files_are_read(
         tmp_path / "a.gguf", source, also=lambda w: w.add_rope_dimension_sections([2, 1, 1, 0])
     )
     assert open_gguf(file).config == open_checkpoint(source).config
+
+
+def test_layers_of_further_tokens_are_not_read(directory: Any, tmp_path: Path) -> None:
+    """A GLM-4-MoE file counts the layer that predicts a further token as a block."""
+    source = directory("glm4_moe")
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((2, 3), np.float32))
+
+    read = open_gguf(write(tmp_path / "a.gguf", source, also=overwrite(also)))
+    assert read.config == open_checkpoint(source).config
 
 
 def test_granite_4_is_granite_in_gguf(directory: Any, tmp_path: Path) -> None:
