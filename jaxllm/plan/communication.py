@@ -95,8 +95,8 @@ def _layer_traffic(step: StepSizes) -> Iterator[Collective]:
     else:
         yield _layer_collective(step, "attention", "all-reduce", count, out)
         yield _layer_collective(step, "MLP", "all-reduce", count - routed, out)
-        yield _layer_collective(step, "experts", "all-reduce", routed, out)
-        yield _layer_collective(step, "shared experts", "all-reduce", shared, out)
+        both = 2 * out if shared else out  # neither waits for the other
+        yield _layer_collective(step, "experts", "all-reduce", routed, both)
     if get_family(c.model_type).head_norms:
         yield from _norm_traffic(step, count)
 

@@ -164,12 +164,13 @@ def test_gptq_uses_tokens_routed_to_expert(mixed: LM) -> None:
             assert _output_error(inputs, weight, one[name]) < _output_error(inputs, weight, plain)
 
 
-def test_gptq_quantizes_dense_layers_of_mixed_model(mixed: LM) -> None:
-    """Layers without experts are quantized as well; embeddings, head and router keep
-    their format.
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_gptq_quantizes_dense_layers_and_shared_experts(family: str) -> None:
+    """Layers without experts and shared experts are quantized as well; embeddings, head and router
+    keep their format.
     """
     rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
-    made = leaves(compress(mixed, ["quantize: gptq int4"], calibration=rows))
+    made = leaves(compress(tiny(family), ["quantize: gptq int4"], calibration=rows))
     whole = ("embed_tokens.weight", "lm_head.weight", "layers.1.mlp.gate.weight")
     for path, leaf in made.items():
         if leaf.ndim > 1:

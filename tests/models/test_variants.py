@@ -47,7 +47,7 @@ def test_sharded_checkpoint_equals_single_file(family: str, tmp_path: Path) -> N
 def config_error(family: str, directory: Path, changes: dict[str, Any]) -> str:
     """Return the error for a config.json with these fields, in a directory without weights."""
     directory.mkdir()
-    config = theirs(family).to_dict()
+    config = json.loads(theirs(family).to_json_string(use_diff=False))
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError) as caught:
         open_hf(directory)

@@ -47,13 +47,17 @@ SQUARE = {"intermediate_size": 256, "hidden_size": 256}
 SIZES: dict[str, dict[str, Any]] = {  # every shard holds whole groups of 32
     **dict.fromkeys(FAMILIES, SQUARE),
     **dict.fromkeys(("llama", "qwen3", "gemma2", "gemma3_text"), LARGE),
+    **dict.fromkeys(("glm4", "seed_oss", "ernie4_5"), LARGE),
     "gpt2": WIDE["gpt2"],
     "qwen3_moe": {**SQUARE, "moe_intermediate_size": 256},
+    "glm4_moe": {**LARGE, "moe_intermediate_size": 256},
+    "granitemoehybrid": {**SQUARE, "shared_intermediate_size": 256},
     "phi3": {"intermediate_size": 256},  # head dim 6
 }
 # Changes for pipeline stages: layer patterns of published models, which stages cut.
 IN_STAGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 3},
+    "glm4_moe": {"first_k_dense_replace": 0},
     "qwen3_moe": {"mlp_only_layers": []},  # layers with and without experts cannot be stacked
 }
 UNEVEN = ("gemma2", "gemma3_text", "smollm3", "qwen2")  # one more layer than stages

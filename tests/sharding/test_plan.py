@@ -39,13 +39,13 @@ CASES = [
     ("olmo2", "tensor=2", None, True),
     pytest.param("gpt2", "data=2,tensor=2", None, False, marks=FULL),
     *(pytest.param(f, "data=2,tensor=2:tokens", None, False, marks=FULL)
-      for f in ("llama", "olmo2", "gpt_neox")),
+      for f in ("llama", "olmo2", "gpt_neox", "glm4_moe")),
     pytest.param("mixtral", "data=2,expert=2,tensor=2", None, False, marks=FULL),
     pytest.param("mixtral", "expert=8", None, False, marks=FULL),  # more devices than rows
     *(pytest.param(f, m, None, False, marks=FULL) for f in FAMILIES
       for m in ("tensor=2", "data=2,tensor=4", "tensor=8")),
     *(pytest.param(f, m, None, True, marks=FULL)
-      for f in ("llama", "gpt2", "olmo2", "gpt_neox", "mixtral")
+      for f in ("llama", "gpt2", "olmo2", "gpt_neox", "mixtral", "glm4_moe")
       for m in ("tensor=2", "data=2,tensor=4")),
     *(pytest.param("llama", "tensor=2", q, False, marks=FULL) for q in ("int8", "int4")),
 ]  # fmt: skip

@@ -133,7 +133,7 @@ def test_int4_gives_value_and_down_projections_six_bits(family: str) -> None:
             for name in group.linears:
                 found = find_format("int4", f"{prefix}{name}.weight", (256, 512))
                 last = name.rpartition(".")[2]
-                more = name == config.mlp_down or last == "v_proj"
+                more = name == config.mlp_down or last in ("v_proj", "down_proj")
                 assert found == ("q6_k" if more else "q4_k"), name
         stack = find_format("int4", f"{prefix}mlp.experts.down_proj.weight", (2, 256, 512))
         assert stack == "q6_k"
