@@ -8,7 +8,7 @@ import fnmatch
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -44,11 +44,16 @@ def site_names(config: ModelConfig) -> tuple[str, ...]:
 def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     """Return the sites of a layer, without its number."""
     moe: Any = config
-    is_mixture = get_family(config.model_type).router is not None and moe.is_moe_layer(layer)
+    is_mixture = _is_mixture(config, layer)
     absent = set() if is_mixture else {"router"}
     if is_mixture and not moe.shared_expert_size:
         absent = {"mlp.pre", "mlp.post"}
     return [site for site in LAYER_SITES if site not in absent]
+
+
+def _is_mixture(config: Any, layer: int) -> bool:
+    """Return whether a layer is a mixture of experts."""
+    return get_family(config.model_type).router is not None and config.is_moe_layer(layer)
 
 
 def find_sites(config: ModelConfig, pattern: Any) -> tuple[str, ...]:
@@ -112,17 +117,17 @@ def check_edits(model: Model, edits: Any, rows: int, tokens: int, slots: int | N
         raise ConfigError(f"edits must be a dict from site names to edits, got {edits!r:.60}")
     sites, fitted = list[tuple[str, ...]](), list[Any]()
     for pattern, edit_list in edits.items():
-        groups = dict[str, list[str]]()  # by axes
+        groups = dict[tuple[str, tuple[int, ...]], list[str]]()  # by axes and their sizes
         for name in find_sites(model.config, pattern):
             site = SITES[split_name(name)[1]]
-            groups.setdefault(site.axes, []).append(name)
+            shape = _site_shape(model.config, name, B=rows, T=tokens, S=slots or 1)
+            groups.setdefault((site.axes, shape), []).append(name)
             if site.read_only:
                 raise ConfigError(
                     f"site {name} is computed for reading only. Edit attn.z or attn_out instead"
                 )
         for edit in as_edits(edit_list):
-            for axes, names in groups.items():
-                shape = _site_shape(model.config, axes, B=rows, T=tokens, S=slots or 1)
+            for (axes, shape), names in groups.items():
                 try:
                     fitted.append(edit.fit(axes, shape))
                 except ConfigError as error:
@@ -162,18 +167,20 @@ def _place_rows(rows: int, at: np.ndarray, *leaves: Any) -> jax.Array:
     return jax.device_put(x)
 
 
-def _site_shape(config: ModelConfig, axes: str, **sizes: int) -> tuple[int, ...]:
-    """Return the shape of an array with these axes. sizes: of B, T and S."""
+def _site_shape(config: ModelConfig, name: str, **sizes: int) -> tuple[int, ...]:
+    """Return the shape of the array at a site. sizes: of B, T and S."""
+    (layer, site), moe = split_name(name), cast(Any, config)
+    is_mixture = layer is not None and _is_mixture(config, layer)
     sizes |= {
         "D": config.hidden_size,
         "N": config.num_attention_heads,
         "K": config.num_key_value_heads,
         "H": config.head_dim,
-        "F": config.intermediate_size,
+        "F": moe.shared_expert_size if is_mixture else config.intermediate_size,
         "V": config.vocab_size,
         "E": getattr(config, "num_experts", 1),
     }
-    return tuple(sizes[axis] for axis in axes)
+    return tuple(sizes[axis] for axis in SITES[site].axes)
 
 
 def fingerprint(edits: Edits, rows: int) -> Any:
