@@ -189,7 +189,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attn_idxs": [1],
         },
     ),
-    "glm4": ("Glm4", {**LLAMA, "head_dim": 8, "pad_token_id": 0}),
+    "glm4": ("Glm4", {**LLAMA, "head_dim": 12, "pad_token_id": 0}),  # 6 rotated dimensions
     "seed_oss": ("SeedOss", {**LLAMA, "pad_token_id": 0}),
     "ernie4_5": ("Ernie4_5", LLAMA),
     "exaone4": ("Exaone4", {**SQUARE, "sliding_window": 5, "sliding_window_pattern": 3}),

@@ -36,12 +36,12 @@ def test_halves_rotate_as_pairs_do(first: int, width: int) -> None:
 def test_invalid_tensors_are_refused() -> None:
     """Packed words of GPTQ, whose rows cannot be sorted, and a wrong number of rows."""
     config: Any = read_config(theirs("glm4").to_dict())[0]
-    tensor = LazyTensor.from_array(np.zeros((64, 3), np.float32))
+    tensor = LazyTensor.from_array(np.zeros((96, 3), np.float32))
     (same,) = QUERIES.split_tensor("layers.0.self_attn.q_proj.weight", tensor, config)
     assert same.shape == tensor.shape
     for layout, path, message in (
         (QUERIES, "layers.0.self_attn.q_proj.qweight", "quantized ones in the format of GPTQ"),
-        (KEYS, "layers.0.self_attn.k_proj.weight", "config.json implies 16 rows"),
+        (KEYS, "layers.0.self_attn.k_proj.weight", "config.json implies 24 rows"),
     ):
         with pytest.raises(CheckpointError, match=message):
             layout.split_tensor(path, tensor, config)

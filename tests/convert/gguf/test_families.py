@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
     "gpt_neox": {},
-    "glm4": {"head_dim": 8, "rms_norm_eps": 1.5625e-7},
+    "glm4": {"head_dim": 24, "rms_norm_eps": 1.5625e-7},
     "glm4_moe": {
         "num_hidden_layers": 2, "head_dim": 8, "moe_intermediate_size": 32, "n_group": 1,
         "topk_group": 1,
