@@ -23,9 +23,10 @@ UNUSED = frozenset(
 
 def _rename_layers(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rename attention layers as transformers does, whose default are Mamba layers."""
-    types = data.get("layer_types") or ["mamba"] * int(data.get("num_hidden_layers") or 0)
-    renamed = ["full_attention" if kind == "attention" else kind for kind in types]
-    return {**data, "layer_types": renamed}
+    types = data.get("layer_types") or ["mamba"]
+    if isinstance(types, list | tuple):
+        types = ["full_attention" if kind == "attention" else kind for kind in types]
+    return {**data, "layer_types": types}
 
 
 def _check_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ from jaxllm.convert.flax_msgpack import as_torch, open_flax
 from jaxllm.convert.gptq_awq import import_gptq_awq, list_tensor_names, make_rules
 from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
+from jaxllm.convert.rotary_pairs import sort_quantized
 from jaxllm.convert.score_head import read_score_head, write_score_head
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
 from jaxllm.convert.text_tower import (
@@ -125,6 +126,7 @@ def open_hf(
             formats = import_compressed_tensors(scheme, tensors, _linear_shapes(config), complaints)
         else:
             formats = import_gptq_awq(scheme, tensors, _linear_shapes(config), paths, complaints)
+        tensors = sort_quantized(tensors, config, table.layouts)
         precision = dataclasses.replace(precision, quantize=make_rules(formats, paths))
     check_tensors(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}

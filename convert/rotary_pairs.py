@@ -16,8 +16,6 @@ from jaxllm.convert.fused_layouts import FusedLayout, Layout, Span, Tensors
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.lazy import LazyTensor
 
-_ROWS = (".weight", ".bias", ".weight_packed", ".weight_scale")  # one row per output
-
 
 def paired_rows(heads: int, size: int, first: int, width: int) -> np.ndarray:
     """Return the file's row for each of ours.
@@ -53,12 +51,9 @@ class PairedLayout(FusedLayout):
         return [[(int(row), int(row) + 1) for row in self.file_rows(config)]]
 
     def split_tensor(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
+        if not path.endswith((".weight", ".bias")):
+            return [tensor]  # see `sort_quantized`
         rows = self.file_rows(config)
-        if not path.endswith(_ROWS):
-            raise CheckpointError(
-                f"{path} is not supported: queries and keys of this family must be sorted, but"
-                " quantized ones in the format of GPTQ and AWQ cannot be"
-            )
         if tensor.shape[:1] != rows.shape:
             raise CheckpointError(
                 f"{path} has shape {tensor.shape}, but config.json implies {len(rows)} rows"
@@ -84,6 +79,23 @@ PAIRED_QUERIES_AND_KEYS = (
     paired_layout("self_attn.q_proj", head_rows("num_attention_heads")),
     paired_layout("self_attn.k_proj", head_rows("num_key_value_heads")),
 )
+
+
+def sort_quantized(
+    tensors: Tensors, config: ModelConfig, layouts: Iterable[Layout]
+) -> dict[str, LazyTensor]:
+    """Return the tensors with the rows of integer weights, as leaves have them, in our order.
+
+    Files pack several rows into a word, so that they can be sorted only as leaves.
+    """
+    rows = {x: x.file_rows(config) for x in layouts if isinstance(x, PairedLayout)}
+    result = dict(tensors)
+    for name, tensor in tensors.items():
+        path, _, piece = name.partition(".weight.")
+        for layout in (x for x in rows if piece and x.matches(f"{path}.weight")):
+            if not piece.endswith("order"):  # of the columns
+                result[name] = tensor.take_rows(rows[layout])
+    return result
 
 
 def head_order(config: Any, layouts: Iterable[Layout]) -> np.ndarray:
