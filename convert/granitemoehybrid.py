@@ -17,8 +17,7 @@ UNUSED = frozenset(
         "n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias",
         "proj_bias",
     )
-) | {"intermediate_size", "num_experts_per_tok", "normalization_function", "time_step_limit",
-     "init_method", "layers_block_type"}  # fmt: skip
+) | {"intermediate_size", "num_experts_per_tok", "time_step_limit", "init_method"}  # fmt: skip
 
 
 def _rename_layers(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,6 +56,7 @@ TABLES = (
         Field("num_local_experts", "num_local_experts", 8, int),
         Field("position_embedding_type", "uses_rope", "nope", Literal["rope", "nope"]),
         classifier=None,
+        allowed_values={"layers_block_type": (), "normalization_function": ("rmsnorm",)},
         ignored_fields=UNUSED | ROUTER_FIELDS,
         layouts=(
             FusedLayout("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj"), gate_up_rows),
