@@ -46,6 +46,7 @@ class AttendFunction(Protocol):
         scale: float,
         window: int | None,
         cap: float | None,
+        sink_N: jax.Array | None,
     ) -> tuple[jax.Array, ops.Part]:
         """Return the heads `[B, T, N, H]`, and the new keys and values that this device stores.
 
@@ -218,6 +219,7 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sink_N: jax.Array | None = None,
     kind: LongAttention | None = None,
     memory_inputs: MemoryInputs | None = None,
     gate: jax.Array | None = None,
@@ -231,7 +233,7 @@ def attend(
         project_out: Output projection, `[B, T, N * H]` to `[B, T, D]`.
         cache_dtype: Dtype of keys and values if there is no cache.
         window: How many of the last positions a query attends to, its own included; None: all.
-        cap: See `ops.attend`.
+        cap, sink_N: See `ops.attend`. A kind of long-context attention has no sinks.
         kind: Long-context attention, a row of `long.ATTENTION_KINDS`; None: dense.
         memory_inputs: Further inputs for a kind that has a memory.
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
@@ -266,7 +268,9 @@ def attend(
                 " attention mass, scores or weights. Use a mesh without sequence"
             )
         at, documents = context.position_BT, context.document_BT
-        out, new = context.hooks.attend(q, at, parts, documents, window=window, **options)
+        out, new = context.hooks.attend(
+            q, at, parts, documents, window=window, sink_N=sink_N, **options
+        )
     elif kind is not None:
         attend_long = ATTENTION_KINDS[kind.kind]
         out, mass, state = attend_long(kind, context, site, q, parts, memory_inputs, **options)
@@ -288,10 +292,11 @@ def attend(
             rope=self_extend,
             window=window,
             mass=context.mass,
+            sink_N=sink_N,
             **options,
         )
     else:
-        out, mass = _attend_dense(context, site, q, parts, window=window, **options)
+        out, mass = _attend_dense(context, site, q, parts, window=window, sink_N=sink_N, **options)
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     out = site("attn.z", out)
@@ -310,6 +315,7 @@ def _attend_dense(
     scale: float,
     window: int | None,
     cap: float | None,
+    sink_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the heads `[B, T, N, H]`, and the attention mass if it is requested.
 
@@ -322,24 +328,23 @@ def _attend_dense(
     if context.document_BT is not None and len(parts) == 1 and plain and is_accelerator():
         k, v = ops.dequantize(parts[0].k_BSKH), ops.dequantize(parts[0].v_BSKH)
         return attend_documents(
-            q, at, k, v, context.document_BT, **options, packed=context.packed
+            q, at, k, v, context.document_BT, **options, packed=context.packed, sink_N=sink_N
         ), None
     if context.document_BT is not None:
         mask_BTS = document_mask(at, parts, context.document_BT, window=window)
     weight_BNTS = None
     if site.touches(*WEIGHT_SITES):
         score_BNTS = attention_scores(q, at, parts, mask_BTS, scale=scale, window=window, cap=cap)
-        weight_BNTS = softmax_weights(site("attn.scores", score_BNTS))
+        weight_BNTS = softmax_weights(site("attn.scores", score_BNTS), sink_N)
         weight_BNTS = site("attn.pattern", weight_BNTS)
     if weight_BNTS is not None and site.edits(*WEIGHT_SITES):
         mass = weight_BNTS.sum(axis=(1, 2)) if context.mass else None
         return weigh_values(weight_BNTS, parts, q.dtype), mass
     if mask_BTS is not None:
-        return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
+        return attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap, sink_N=sink_N), None
     packed = context.packed and context.branches is None
-    return ops.attend(
-        q, at, parts, **options, mass=context.mass, row_B=context.row_B, packed=packed
-    )
+    options |= {"mass": context.mass, "row_B": context.row_B, "packed": packed, "sink_N": sink_N}
+    return ops.attend(q, at, parts, **options)
 
 
 def _head_outputs(

@@ -82,6 +82,7 @@ def attend(
     mass: bool = False,
     row_B: jax.Array | None = None,
     packed: bool = False,
+    sink_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute softmax attention of new tokens over all parts.
 
@@ -97,6 +98,8 @@ def attend(
             its own. The native kernel copies nothing for it.
         packed: Whether in each row the used slots of each part are its first ones, and each new
             token's position follows those of all tokens before it. cuDNN needs that.
+        sink_N: Attention sinks: a score of each query head, neither scaled nor capped, that takes
+            part in the softmax without a value. cuDNN's backward pass lacks them.
 
     Returns:
         The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
@@ -104,13 +107,13 @@ def attend(
     """
     same_dtype = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
     if not mass and same_dtype and native.is_enabled() and not is_accelerator():
-        arrays = (q_BTNH, position_BT, tuple(parts), row_B)
+        arrays = (q_BTNH, position_BT, tuple(parts), row_B, sink_N)
         return _attend_native_jit(*arrays, scale, window, cap), None
-    if packed and not mass and window is None and cap is None:
+    if packed and not mass and window is None and cap is None and sink_N is None:
         parts, row_B = take_rows(parts, row_B), None
         if flash.is_supported(q_BTNH, [(p.k_BSKH, p.v_BSKH) for p in parts]):
             return flash.attend_packed(q_BTNH, parts, scale), None
-    return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, mass)
+    return _fold(q_BTNH, position_BT, parts, row_B, sink_N, scale, window, cap, mass)
 
 
 def take_rows(parts: Sequence[Part], row_B: jax.Array | None) -> tuple[Part, ...]:
@@ -129,6 +132,7 @@ def _fold(
     position_BT: jax.Array,
     parts: Sequence[Part],
     row_B: jax.Array | None,
+    sink_N: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float | None,
@@ -137,17 +141,22 @@ def _fold(
     """Compute attention in plain JAX, on any platform; the reference for the native kernel."""
     parts = take_rows(parts, row_B)
     queries = Queries.from_heads(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
-    return fold([KeyView(queries)], parts, q_BTNH.dtype, mass=mass)
+    return fold([KeyView(queries)], parts, q_BTNH.dtype, mass=mass, sink_N=sink_N)
 
 
 def fold(
-    views: Sequence["KeyView"], parts: Sequence[Part], dtype: jnp.dtype, *, mass: bool
+    views: Sequence["KeyView"],
+    parts: Sequence[Part],
+    dtype: jnp.dtype,
+    *,
+    mass: bool,
+    sink_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute one softmax over several views of the parts: heads `[B, T, N, H]`, and mass.
 
     Each slot is visible to a query in at most one view. dtype: of the heads.
     """
-    state = softmax(views, parts)
+    state = add_sink(softmax(views, parts), sink_N)
     out = normalize_output(state, dtype)
     if not mass:
         return out, None
@@ -186,6 +195,18 @@ def empty_softmax(queries: Queries) -> Softmax:
     )
 
 
+def add_sink(state: Softmax, sink_N: jax.Array | None) -> Softmax:
+    """Return the softmax state after a slot with these scores, whose value is 0."""
+    if sink_N is None:
+        return state
+    K, G = state.top_BKGT.shape[1:3]
+    sink_1KG1 = sink_N.astype(jnp.float32).reshape(1, K, G, 1)
+    top = jnp.maximum(state.top_BKGT, jax.lax.stop_gradient(sink_1KG1))
+    shrink = jnp.exp(state.top_BKGT - top)
+    total = state.total_BKGT * shrink + jnp.exp(sink_1KG1 - top)
+    return Softmax(top, total, state.value_BKGTH * shrink[..., None])
+
+
 def normalize_output(state: Softmax, dtype: jnp.dtype) -> jax.Array:
     """Return the heads, `[B, T, N, H]`; zeros for a query that has seen nothing."""
     B, K, G, T, H = state.value_BKGTH.shape
@@ -194,23 +215,28 @@ def normalize_output(state: Softmax, dtype: jnp.dtype) -> jax.Array:
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, K * G, H).astype(dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
 def _attend_native(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
     row_B: jax.Array | None,
+    sink_N: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
     """Compute attention with the native kernel on a CPU, without copying the parts."""
 
-    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, False)[0]
+    def fold(
+        q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any, sink_N: Any
+    ) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, row_B, sink_N, scale, window, cap, False)[0]
 
     @jax.custom_batching.custom_vmap
-    def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
+    def kernel(
+        q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any, sink_N: Any
+    ) -> jax.Array:
         pieces: list[Any] = []
         for part in parts:
             k, v = part.k_BSKH, part.v_BSKH
@@ -220,7 +246,7 @@ def _attend_native(
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
         options: Any = {"scale": scale, "window": window, "cap": cap, "cached": len(parts) - 1}
-        out = native.attend(q, position_BT, pieces, row_B=row_B, **options)
+        out = native.attend(q, position_BT, pieces, row_B=row_B, sink_N=sink_N, **options)
         # A kernel's outputs carry no varying axes.
         return match_varying(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
@@ -230,21 +256,23 @@ def _attend_native(
         return jax.vmap(fold, in_axes=axes)(*args), True
 
     out: jax.Array = jax.lax.platform_dependent(
-        q_BTNH, position_BT, parts, row_B, cpu=kernel, default=fold
+        q_BTNH, position_BT, parts, row_B, sink_N, cpu=kernel, default=fold
     )
     return out
 
 
 @_attend_native.defjvp
 def _(scale: float, window: int | None, cap: float | None, primals: Any, tangents: Any) -> Any:
-    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, False)[0]
+    def fold(
+        q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any, sink_N: Any
+    ) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, row_B, sink_N, scale, window, cap, False)[0]
 
     return _attend_native(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
 
 
 # Jitted, so that it is traced once for a model's equal layers.
-_attend_native_jit = jax.jit(_attend_native, static_argnums=(4, 5, 6))
+_attend_native_jit = jax.jit(_attend_native, static_argnums=(5, 6, 7))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

@@ -19,6 +19,7 @@ from jaxllm.ops.attention import (
     Part,
     Queries,
     absorb,
+    add_sink,
     empty_softmax,
     finite_or_zero,
     normalize_output,
@@ -58,27 +59,30 @@ def attend_documents(
     window: int | None,
     cap: float | None,
     packed: bool,
+    sink_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return the heads `[B, T, N, H]` of new tokens, which attend to those of their document.
 
     packed: whether a row is one document from its first column on, then padding: then cuDNN
     computes it, where it can. Padding's heads are then any finite numbers, else zeros.
     """
-    packed = packed and window is None and cap is None
+    packed = packed and window is None and cap is None and sink_N is None
     if packed and flash.is_supported(q_BTNH, [(k_BTKH, v_BTKH)]):
         return flash.attend_causally(q_BTNH, k_BTKH, v_BTKH, scale)[0]
     tokens, rules = Tokens(position_BT, document_BT), Rules(scale, window, cap)
-    return _attend(q_BTNH, k_BTKH, v_BTKH, tokens, rules)
+    return _attend(q_BTNH, k_BTKH, v_BTKH, sink_N, tokens, rules)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens, rules: Rules
+    q: jax.Array, k: jax.Array, v: jax.Array, sink_N: Any, tokens: Tokens, rules: Rules
 ) -> jax.Array:
-    return _forward(q_BTNH, k_BTKH, v_BTKH, tokens, rules)[0]
+    return _forward(q, k, v, sink_N, tokens, rules)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, rules: Rules) -> Any:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, sink_N: Any, tokens: Tokens, rules: Rules
+) -> Any:
     new = Part(k, v, tokens.position_BT)
     queries = Queries.from_heads(q, tokens.position_BT, [new], **rules._asdict())
 
@@ -88,13 +92,14 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, rules: Ru
 
     start = match_varying(empty_softmax(queries), q, k, v)
     state, _ = _scan_blocks(step, start, q, k, v, tokens)
+    state = add_sink(state, sink_N)
     out_BTNH = checkpoint_name(normalize_output(state, q.dtype), ATTENTION_NAME)
     lse_BKGT = checkpoint_name(state.lse_BKGT, ATTENTION_NAME)
-    return out_BTNH, (q, k, v, tokens, out_BTNH, lse_BKGT)
+    return out_BTNH, (q, k, v, sink_N, tokens, out_BTNH, lse_BKGT)
 
 
 def _backward(rules: Rules, saved: Any, slope_BTNH: jax.Array) -> Any:
-    q, k, v, tokens, out_BTNH, lse_BKGT = saved
+    q, k, v, sink_N, tokens, out_BTNH, lse_BKGT = saved
     B, T, N, H = q.shape
     K = k.shape[2]
     new = Part(k, v, tokens.position_BT)
@@ -119,6 +124,11 @@ def _backward(rules: Rules, saved: Any, slope_BTNH: jax.Array) -> Any:
         v_slope = einsum("BKGTS,BTKGH->BSKH", weight, slope_BTKGH)
         return q_slope, (k_slope, v_slope)
 
+    sink_slope = None
+    if sink_N is not None:  # its value is 0
+        sink_1KG1 = sink_N.astype(jnp.float32).reshape(1, K, N // K, 1)
+        by_sink_KG = -(jnp.exp(sink_1KG1 - lse_BKGT) * d_BKGT).sum(axis=(0, 3))
+        sink_slope = by_sink_KG.reshape(N).astype(sink_N.dtype)
     start = match_varying(jnp.zeros((B, T, K, N // K, H), jnp.float32), q, k, v)
     q_slope, pieces = _scan_blocks(step, start, q, k, v, tokens)
     k_slope, v_slope = (jnp.moveaxis(x, 0, 1).reshape(B, -1, K, H)[:, : k.shape[1]] for x in pieces)
@@ -126,6 +136,7 @@ def _backward(rules: Rules, saved: Any, slope_BTNH: jax.Array) -> Any:
         (rules.scale * q_slope).reshape(q.shape).astype(q.dtype),
         (rules.scale * k_slope).astype(k.dtype),
         v_slope.astype(v.dtype),
+        sink_slope,
         None,
     )
 

@@ -41,8 +41,13 @@ def attention_scores(
     return score_BKGTS.reshape(B, N, T, -1)
 
 
-def softmax_weights(score_BNTS: jax.Array) -> jax.Array:
-    """Return the softmax over slots; zeros, never NaN, for a query whose scores are all -inf."""
+def softmax_weights(score_BNTS: jax.Array, sink_N: jax.Array | None = None) -> jax.Array:
+    """Return the softmax over slots; zeros, never NaN, for a query whose scores are all -inf.
+
+    sink_N: As for `ops.attend`; the sink's own weight is dropped.
+    """
+    if sink_N is not None:
+        return softmax_weights(_append_sink(score_BNTS, sink_N))[..., :-1]
     return jnp.where(jnp.isneginf(score_BNTS), 0.0, jax.nn.softmax(score_BNTS, axis=-1))
 
 
@@ -88,6 +93,7 @@ def attend_with_mask(
     *,
     scale: float,
     cap: float | None = None,
+    sink_N: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax attention over the slots of all parts, in order: `[B, T, N, H]` in q's dtype.
 
@@ -98,6 +104,7 @@ def attend_with_mask(
             slots without queries may hold anything. Or floats, added to the scores: masked slots
             then must hold finite numbers, and their weights are zero only as far as the mask
             dominates the scores.
+        sink_N: As for `ops.attend`.
     """
     B, T, N, H = q_BTNH.shape
     k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
@@ -110,8 +117,17 @@ def attend_with_mask(
         score_BKGTS = jnp.where(mask_BKGTS, score_BKGTS, -jnp.inf)
     else:
         score_BKGTS = score_BKGTS + mask_BKGTS.astype(jnp.float32)
+    if sink_N is not None:  # one more slot, whose value is 0
+        score_BKGTS = _append_sink(score_BKGTS, sink_N)
+        v_BSKH = jnp.pad(v_BSKH, ((0, 0), (0, 1), (0, 0), (0, 0)))
     out_BKGTH = _attend_by_scores(score_BKGTS, v_BSKH)
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _append_sink(score: jax.Array, sink_N: jax.Array) -> jax.Array:
+    """Append the score of each head's sink to scores `[B, N, T, S]` or `[B, K, G, T, S]`."""
+    sink = sink_N.astype(jnp.float32).reshape(1, *score.shape[1:-2], 1, 1)
+    return jnp.concatenate([score, jnp.broadcast_to(sink, (*score.shape[:-1], 1))], axis=-1)
 
 
 @jax.custom_jvp

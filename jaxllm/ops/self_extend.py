@@ -25,6 +25,7 @@ def attend_self_extend(
     window: int | None,
     cap: float | None = None,
     mass: bool = False,
+    sink_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute `ops.attend` with grouped positions for tokens beyond rope.neighbor_window.
 
@@ -54,4 +55,5 @@ def attend_self_extend(
         turned = rerotate(dequantize(block.k_BSKH), k_BS // G - k_BS, rope, head_dim=H)
         return Part(turned, block.v_BSKH, block.position_BS), far_BTS
 
-    return fold([KeyView(near), KeyView(far, group_positions)], parts, q_BTNH.dtype, mass=mass)
+    views = [KeyView(near), KeyView(far, group_positions)]
+    return fold(views, parts, q_BTNH.dtype, mass=mass, sink_N=sink_N)

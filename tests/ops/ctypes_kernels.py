@@ -48,7 +48,7 @@ CachePart = structure(
 )  # fmt: skip
 Queries = structure(
     "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
-    K=c_int64, H=c_int64, window=c_int64, scale=c_float, cap=c_float,
+    K=c_int64, H=c_int64, window=c_int64, scale=c_float, cap=c_float, sink=c_void_p,
 )  # fmt: skip
 
 Block = structure("Block", base=c_int64, lanes=c_int32 * (2 * BLOCK))
@@ -238,14 +238,14 @@ class Cached:
 
 def attend(
     isa: str, q: np.ndarray, position: np.ndarray, parts: Sequence[Cached], *, scale: float,
-    window: int | None, cap: float | None = None,
+    window: int | None, cap: float | None = None, sink: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Return a kernel's attention; q and result `[B, T, N, H]`, float32 or bfloat16."""
     B, T, N, H = q.shape
     K = parts[0].k.shape[2]
     queries = Queries(
         address(q), q.dtype == bfloat16, address(position), B, T, N, K, H,
-        -1 if window is None else window, scale, cap or 0,
+        -1 if window is None else window, scale, cap or 0, address(sink),
     )  # fmt: skip
     each = (CachePart * len(parts))(*(
         CachePart(

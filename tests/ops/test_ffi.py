@@ -161,13 +161,19 @@ def experts(
 
 
 def attend(
-    *pieces: Any, q: Any = None, at: Any = None, out: Any = None, rows: Any = None
+    *pieces: Any,
+    q: Any = None,
+    at: Any = None,
+    out: Any = None,
+    rows: Any = None,
+    sinks: Any = None,
 ) -> Callable[[], Any]:
     q = zeros(2, 3, 4, 16) if q is None else q
     at = zeros(2, 3, dtype=i32) if at is None else at
     out = shape(*q.shape, dtype=q.dtype) if out is None else out
     return lambda: call(
-        "attend", out, q, at, zeros(0, dtype=i32) if rows is None else rows, *pieces,
+        "attend", out, q, at, zeros(0, dtype=i32) if rows is None else rows,
+        zeros(0) if sinks is None else sinks, *pieces,
         cached=np.int64(rows is not None), scale=np.float32(1), window=np.int64(-1),
         cap=np.float32(0),
     )  # fmt: skip
@@ -260,6 +266,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rows of a cache for fewer queries": attend(K, K, AT, K, K, AT, rows=zeros(1, dtype=i32)),
     "rows of a cache that are floats": attend(K, K, AT, K, K, AT, rows=zeros(2)),
     "rows of a cache without rows": attend(K[:0], K[:0], AT[:0], K, K, AT, rows=AT[:, 0]),
+    "sinks of fewer heads": attend(K, K, AT, sinks=zeros(2)),
+    "sinks of integers": attend(K, K, AT, sinks=zeros(4, dtype=i32)),
     "queries of rank 3": attend(K, K, AT, q=zeros(2, 3, 16)),
     "queries of float16": attend(K, K, AT, q=zeros(2, 3, 4, 16, dtype=jnp.float16)),
     "queries elsewhere": attend(K, K, AT, at=zeros(2, 4, dtype=i32)),

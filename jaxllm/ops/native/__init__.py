@@ -381,6 +381,7 @@ def attend(
     cap: float | None = None,
     row_B: jax.Array | None = None,
     cached: int = 0,
+    sink_N: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention over the parts of a cache in place: `[B, T, N, H]`, in q's dtype.
 
@@ -393,6 +394,7 @@ def attend(
         row_B: int32, which row of the first `cached` parts each row of queries reads; default: its
             own.
         cap: Soft cap on scores, by a tanh within two units in the last place.
+        sink_N: As for `ops.attend`.
     """
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
@@ -404,7 +406,8 @@ def attend(
         "cap": np.float32(cap or 0),
     }
     rows = np.zeros(0, np.int32) if row_B is None or not cached else row_B
-    y: jax.Array = call(q_BTNH, position_BT, rows, *arrays, **attributes)
+    sinks = np.zeros(0, np.float32) if sink_N is None else sink_N.astype(jnp.float32)
+    y: jax.Array = call(q_BTNH, position_BT, rows, sinks, *arrays, **attributes)
     return y
 
 

@@ -195,12 +195,23 @@ class RingAttention:
     has_past: Any
 
     def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
+        self,
+        q: jax.Array,
+        at: jax.Array,
+        parts: Sequence[Part],
+        document_BT: Any,
+        *,
+        sink_N: jax.Array | None,
+        **options: Any,
     ) -> AttentionResult:
         *cached, new = parts
         new_output = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **options)
+        outputs = [new_output]
+        if sink_N is not None:
+            log_BTN = jnp.broadcast_to(sink_N.astype(jnp.float32)[None, None], new_output[1].shape)
+            outputs.append((jnp.zeros_like(new_output[0]), log_BTN))
         if not cached:
-            return new_output[0].astype(q.dtype), new
+            return split_cache.combine_outputs(outputs).astype(q.dtype), new
         local = _keep_shared_once(cached, self.replicated)
 
         def attend_past(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -211,7 +222,7 @@ class RingAttention:
             return jnp.zeros_like(new_output[0]), jnp.full_like(new_output[1], -jnp.inf)
 
         before = jax.lax.cond(self.has_past, attend_past, nothing, q, at)
-        return split_cache.combine_outputs([before, new_output]).astype(q.dtype), new
+        return split_cache.combine_outputs([before, *outputs]).astype(q.dtype), new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,12 +232,19 @@ class SplitCacheAttention:
     replicated: tuple[bool, ...]
 
     def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **options: Any
+        self,
+        q: jax.Array,
+        at: jax.Array,
+        parts: Sequence[Part],
+        document_BT: Any,
+        *,
+        sink_N: jax.Array | None,
+        **options: Any,
     ) -> AttentionResult:
         _check_no_documents(document_BT)
         local = _keep_shared_once(parts, (*self.replicated, True))
         queries = Queries.from_heads(q, at, local, **options)
-        return split_cache.attend(queries, local, AXIS), parts[-1]
+        return split_cache.attend(queries, local, AXIS, sink_N), parts[-1]
 
 
 def attend_ulysses(
@@ -263,11 +281,16 @@ def _attend_local(
     scale: float,
     window: int | None,
     cap: float | None,
+    sink_N: jax.Array | None,
 ) -> jax.Array:
+    if sink_N is not None:
+        sink_N = ulysses.take_heads(sink_N[None, None], AXIS)[0, 0]
+    options: Any = {"scale": scale, "cap": cap, "sink_N": sink_N}
     if document_BT is None:
-        return attend(q, at, parts, scale=scale, window=window, cap=cap)[0]
-    mask = document_mask(at, parts, document_BT, window=window)
-    return attend_with_mask(q, parts, mask, scale=scale, cap=cap)
+        return attend(q, at, parts, window=window, **options)[0]
+    return attend_with_mask(
+        q, parts, document_mask(at, parts, document_BT, window=window), **options
+    )
 
 
 def _keep_shared_once(parts: Sequence[Part], replicated: Sequence[bool]) -> list[Part]:

@@ -17,6 +17,7 @@ from jaxllm.ops.attention import (
     Queries,
     Softmax,
     absorb_parts,
+    add_sink,
     empty_softmax,
     finite_or_zero,
     normalize_output,
@@ -26,7 +27,9 @@ from jaxllm.ops.varying_axes import match_varying
 from jaxllm.sharding.context_parallel.ring import pass_on
 
 
-def attend(queries: Queries, parts: Sequence[Part], axis: str) -> jax.Array:
+def attend(
+    queries: Queries, parts: Sequence[Part], axis: str, sink_N: jax.Array | None
+) -> jax.Array:
     """Attend with replicated queries to the slots of all devices: `[B, T, N, H]`.
 
     Runs inside `shard_map`.
@@ -34,10 +37,10 @@ def attend(queries: Queries, parts: Sequence[Part], axis: str) -> jax.Array:
     Args:
         parts: this device's slots. Replicated parts must be seen by one device only: see
             `keep_on_first`.
+        sink_N: as for `ops.attend`.
     """
-    return normalize_output(
-        merge_softmax(softmax([KeyView(queries)], parts), axis), queries.q_BTKGH.dtype
-    )
+    state = merge_softmax(softmax([KeyView(queries)], parts), axis)
+    return normalize_output(add_sink(state, sink_N), queries.q_BTKGH.dtype)
 
 
 def attend_pass_q(

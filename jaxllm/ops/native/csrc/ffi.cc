@@ -440,8 +440,9 @@ Error write(ffi::BufferR1<ffi::S32> row, ffi::BufferR2<ffi::S32> slot, ffi::Rema
   return Error::Success();
 }
 
-Error attend(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer position, AnyBuffer row, ffi::RemainingArgs args,
-             ffi::Result<AnyBuffer> out, int64_t cached, float scale, int64_t window, float cap) {
+Error attend(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer position, AnyBuffer row, AnyBuffer sink,
+             ffi::RemainingArgs args, ffi::Result<AnyBuffer> out, int64_t cached, float scale, int64_t window,
+             float cap) {
   const auto size = q.dimensions();
   const bool bf16 = q.element_type() == Type::BF16;
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
@@ -449,8 +450,11 @@ Error attend(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer position, AnyBuffer ro
     return invalid_argument("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
   if (!is(row, Type::S32, {cached ? size[0] : 0}))
     return invalid_argument("each row of queries has a row of the cached parts");
+  const bool sinks = sink.element_count() > 0;
+  if (!is(sink, Type::F32, {sinks ? size[2] : 0})) return invalid_argument("sinks are float32, one of each head");
   Queries queries = {
       q.untyped_data(), bf16, data_as<int32_t>(position), size[0], size[1], size[2], 0, size[3], window, scale, cap};
+  if (sinks) queries.sink = data_as<float>(sink);
   const auto buffers = get_buffers(args, 0, args.size());
   if (!buffers.has_value()) return buffers.error();
   const auto parsed = parse_cache(buffers.value(), size_t(cached), data_as<int32_t>(row), queries);
@@ -569,6 +573,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_normalize, jaxllm::normalize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mask_tokens, jaxllm::mask_tokens);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               jaxllm::bind()
+                                  .Arg<AnyBuffer>()
                                   .Arg<AnyBuffer>()
                                   .Arg<AnyBuffer>()
                                   .Arg<AnyBuffer>()

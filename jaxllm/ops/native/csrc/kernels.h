@@ -96,13 +96,14 @@ struct CachePart {
 };
 
 // Queries [B, T, N, H], in float32 or bfloat16, and their positions. window < 0: none. cap: soft cap on scores;
-// 0: none.
+// 0: none. sink: a score of each head that takes part in the softmax without a value; null: none.
 struct Queries {
   const void* q;
   bool bf16;
   const int32_t* position;
   int64_t B, T, N, K, H, window;
   float scale, cap;
+  const float* sink = nullptr;
 };
 
 // Rows to normalize [rows, columns], float32 or bfloat16: x / sqrt(mean of squares + eps) * (weight + offset) + bias,

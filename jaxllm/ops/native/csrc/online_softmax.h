@@ -152,7 +152,8 @@ inline void store_output(const Queries& s, int64_t b, int64_t head, int64_t firs
   const QueryRows rows = {s, b, head, first, tokens};
   const int64_t count = rows.count(), width = round_up(s.H, kLanes);
   for (int64_t i = 0; i < count; i++) {
-    const float total = state[2 * i + 1], inverse = total == 0 ? 0 : 1 / total;
+    const float sink = s.sink ? __builtin_expf(s.sink[head * rows.G() + i % rows.G()] - state[2 * i]) : 0;
+    const float total = state[2 * i + 1] + sink, inverse = total == 0 ? 0 : 1 / total;
     float* value = state + 2 * count + i * width;
     for (int64_t h = 0; h < width; h += kLanes) store(value + h, load<Floats>(value + h) * inverse);
     store_floats(value, s.H, s.bf16, out, rows.at(i));
