@@ -368,7 +368,7 @@ def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {
         path: leaf.shape
         for path, leaf in shapes
-        if len(leaf.shape) == 2 and path.removesuffix(".weight") not in tables
+        if len(leaf.shape) == 2 and path.endswith(".weight") and path[:-7] not in tables
     }
 
 

@@ -157,6 +157,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [0],
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **SQUARE,
+            "head_dim": 6,
+            "num_hidden_layers": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**ROPES["yarn"], "truncate": False},
+        },
+    ),
     "granite": (
         "Granite",
         {

@@ -196,7 +196,9 @@ def _quantizable_paths(config: ModelConfig, row: GGUFArchitecture) -> set[str]:
     return {
         path
         for path, leaf in shapes
-        if len(leaf.shape) > 1 and path.removesuffix(".weight") != row.family.position_table
+        if len(leaf.shape) > 1
+        and path not in (f"{row.family.position_table}.weight",)
+        and not path.endswith(".bias")
     }
 
 

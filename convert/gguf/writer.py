@@ -111,6 +111,7 @@ def write_gguf(
             raise ConfigError(f"{match} has no GGUF name")
         tensor = plain.tensors[match.path]
         single, columns = tensor.ndim < 2 or match.module.always_float32, tensor.columns
+        single |= match.path.endswith(".bias")
         block = BY_NAME["F32"] if single else choose_block(kind, match.name, columns, config)
         if not single and block is not choose_block(kind, match.name, FULL_COLUMNS, config):
             replaced[match.name] = block.name

@@ -45,6 +45,7 @@ _NAMES = (
     "granite",
     "mixtral",
     "qwen3_moe",
+    "gpt_oss",
     "gpt_neox",
     "qwen3_5_text",
     "lfm2",

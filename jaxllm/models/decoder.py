@@ -152,6 +152,11 @@ class DecoderConfig(ModelConfig):
         """Soft cap on attention scores."""
         return None
 
+    @property
+    def attention_sinks(self) -> bool:
+        """Whether each query head has a sink (`sink_N` of `ops.attend`)."""
+        return False
+
     def query_growth(self, layer: int) -> tuple[float, int] | None:
         """Return beta and L if the layer's queries grow with their position p, else None.
 
@@ -163,6 +168,18 @@ class DecoderConfig(ModelConfig):
     def residual_scale(self) -> float:
         """Factor on each sublayer's output before it is added to the stream."""
         return 1.0
+
+
+class Sinks(nn.Module):
+    """A score of each query head."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return the scores, `[N]`."""
+        score_N: jax.Array = get_param(self, "weight", self.heads)
+        return score_N
 
 
 class Attention(nn.Module):
@@ -213,6 +230,7 @@ class Attention(nn.Module):
             steps_BT = jnp.maximum(context.position_BT, 0) // length
             grown_BT = 1 + beta * jnp.log1p(steps_BT.astype(jnp.float32))
             q = q * grown_BT[..., None, None].astype(q.dtype)
+        sink_N = Sinks(c.num_attention_heads, name="sinks")() if c.attention_sinks else None
         return attend(
             context,
             site,
@@ -225,6 +243,7 @@ class Attention(nn.Module):
             scale=c.attention_scale,
             window=c.window(self.layer),
             cap=c.attention_cap,
+            sink_N=sink_N,
             kind=kind,
             memory_inputs=memory_inputs,
             gate=gate,

@@ -77,7 +77,10 @@ class MoEConfig(DecoderConfig):
         num_experts_per_tok: Experts per token.
         capacity_factor: If not None, each expert takes at most this times its even share of the
             tokens of one call, and drops the rest (`apply_capacity`). For training only.
+        router: Name of the router.
     """
+
+    router: ClassVar[str] = "gate"
 
     num_experts: ExpertCount
     num_experts_per_tok: ExpertCount
@@ -106,6 +109,16 @@ class MoEConfig(DecoderConfig):
     def routing(self) -> Routing:
         """How a token's experts are selected and weighted."""
         return Routing(count=self.num_experts_per_tok)
+
+    @property
+    def expert_bias(self) -> bool:
+        """Whether the router and the experts have biases."""
+        return False
+
+    @property
+    def clamped_swiglu(self) -> tuple[float, float] | None:
+        """Alpha and limit if an expert's hidden channels are `clamp_swiglu`, else None."""
+        return None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has experts, instead of an MLP."""
@@ -184,6 +197,12 @@ def _keep_groups(rank_TE: jax.Array, groups: int, top_groups: int) -> jax.Array:
     return jnp.where(kept_TG[..., None], rank_TGe, -jnp.inf).reshape(rank_TE.shape)
 
 
+def clamp_swiglu(gate: jax.Array, up: jax.Array, alpha: float, limit: float) -> jax.Array:
+    """Return `(up + 1) gate sigmoid(alpha gate)`, of a gate up to `limit` and `up` within it."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 def apply_capacity(expert_Tk: jax.Array, experts: int, factor: float) -> jax.Array:
     """Replace the expert number by -1 where an expert is over capacity.
 
@@ -203,12 +222,13 @@ class ExpertLinear(nn.Module):
 
     experts: int
     features: int
+    bias: bool
 
     @nn.compact
-    def __call__(self, columns: int) -> jax.Array:
-        """Return the weights `[E, O, I]`."""
-        weight: jax.Array = get_param(self, "weight", self.experts, self.features, columns)
-        return weight
+    def __call__(self, columns: int) -> tuple[Any, Any]:
+        """Return the weights `[E, O, I]` and the biases `[E, O]`."""
+        weight = get_param(self, "weight", self.experts, self.features, columns)
+        return weight, get_param(self, "bias", self.experts, self.features) if self.bias else None
 
 
 class Experts(nn.Module):
@@ -224,20 +244,31 @@ class Experts(nn.Module):
         expert_Tk: -1 for none.
         """
         c, (T, D), k = self.config, x_TD.shape, expert_Tk.shape[1]
-        gate, up = (
-            ExpertLinear(c.num_experts, c.expert_size, name=name)(D)
-            for name in ("gate_proj", "up_proj")
-        )
-        down = ExpertLinear(c.num_experts, D, name="down_proj")(c.expert_size)
-        local = [as_weight(x).local_experts() for x in (gate, up, down)]
+        sizes = {"gate_proj": (c.expert_size, D), "up_proj": (c.expert_size, D)}
+        sizes["down_proj"] = (D, c.expert_size)
+        terms = [
+            ExpertLinear(c.num_experts, rows, c.expert_bias, name=name)(columns)
+            for name, (rows, columns) in sizes.items()
+        ]
+        local = [as_weight(weight).local_experts() for weight, _ in terms]
         *inputs, output = (x.stack for x in local)
+        *input_biases, output_bias = (
+            None if bias is None else as_weight(bias).local_experts().stack for _, bias in terms
+        )
         int8_inputs = self.precision.int8_inputs
 
         def run(x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
-            gate_and_up = expert_linears(x_AD, inputs, expert_A, int8_inputs=int8_inputs)
+            gate_and_up = expert_linears(
+                x_AD, inputs, expert_A, biases=input_biases, int8_inputs=int8_inputs
+            )
             gate_AF, up_AF = (y.astype(x_AD.dtype) for y in gate_and_up)
-            hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
-            return expert_linears(hidden_AF, (output,), expert_A, int8_inputs=int8_inputs)[0]
+            if c.clamped_swiglu is None:
+                hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
+            else:
+                hidden_AF = clamp_swiglu(gate_AF, up_AF, *c.clamped_swiglu)
+            return expert_linears(
+                hidden_AF, (output,), expert_A, biases=(output_bias,), int8_inputs=int8_inputs
+            )[0]
 
         x_TD = x_TD.astype(self.precision.activation_dtype(".".join(self.path)))
         # Sort rows by expert, so that the weights of each are read once.
@@ -274,7 +305,8 @@ class MoE(nn.Module):
         c, p = self.config, self.precision
         B, T, D = x.shape
         x_TD = x.reshape(-1, D)
-        score_TE = Linear(c.num_experts, False, p, out_dtype="float32", name="gate")(x_TD)
+        router = Linear(c.num_experts, c.expert_bias, p, out_dtype="float32", name=c.router)
+        score_TE = router(x_TD)
         score_TE = site("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
         bias_E = SelectionBias(c.num_experts, name="selection")() if c.routing.has_bias else None
         weight_Tk, expert_Tk = route(score_TE, c.routing, bias_E)
@@ -319,7 +351,7 @@ def moe_family(config: type[MoEConfig]) -> Family:
     gate, up, down = (m.linear for m in shared)
     return dataclasses.replace(
         row,
-        router="mlp.gate",
+        router=f"mlp.{config.router}",
         linear_groups=(
             *row.linear_groups,
             # The norm before it is read by the router, too.

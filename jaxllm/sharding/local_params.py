@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
@@ -17,7 +18,7 @@ from jaxllm.sharding import partition_specs
 from jaxllm.sharding.expert_parallel import ExpertParallel
 from jaxllm.sharding.fsdp import add_data_axis, wrap_fsdp
 from jaxllm.sharding.model_sharding import ModelSharding
-from jaxllm.sharding.partition_rules import EXPERT_AXIS, AxisNames, PartitionRule
+from jaxllm.sharding.partition_rules import EXPERT_AXIS, HEAD_AXES, AxisNames, PartitionRule
 from jaxllm.sharding.pipeline.stage_params import stacked_specs
 from jaxllm.sharding.tensor_parallel import (
     ReplicatedTable,
@@ -81,6 +82,8 @@ class LocalParams:
         position_table = models.get_family(config.model_type).position_table
         if self.token_slice is not None and path == f"{position_table}.weight":
             return ReplicatedTable(shard, self.token_slice)
+        if rule.kind == "first" and self.model.axes.num_shards(HEAD_AXES) > 1:
+            return jnp.where(jax.lax.axis_index(HEAD_AXES) == 0, shard, jnp.zeros_like(shard))
         if num_shards == 1:
             return shard
         if rule.kind == "row":

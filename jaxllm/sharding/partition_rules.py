@@ -21,7 +21,7 @@ from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.weights.paths import first_match
 
 AxisNames = tuple[str, ...]
-PartitionKind = Literal["whole", "column", "row", "gathered", "vocabulary", "norm"]
+PartitionKind = Literal["whole", "column", "row", "gathered", "vocabulary", "norm", "first"]
 
 HEAD_AXES: AxisNames = (
     "tensor",
@@ -42,7 +42,7 @@ class PartitionRule(NamedTuple):
     Kinds: "whole": replicated. "column": output rows of a linear (Megatron's column parallel:
     columns of `[I, O]`). "row": input columns, whose products are summed. "gathered": output rows
     of such a linear, in the exact mode. "vocabulary": rows of the embedding table or of the head.
-    "norm": a norm over all heads.
+    "norm": a norm over all heads. "first": zeros on all devices of `HEAD_AXES` but the first.
     """
 
     kind: PartitionKind = "whole"
@@ -59,7 +59,11 @@ class PartitionRule(NamedTuple):
 
     def split_dim(self, ndim: int) -> int:
         """Return which axis it splits of an array with `ndim` axes."""
-        return ndim - (1 if self.axis or ndim == 1 else 2)
+        return ndim - (1 if self.axis or ndim == 1 + self.is_expert_stack else 2)
+
+    def splits_columns(self, ndim: int) -> bool:
+        """Return whether it splits the columns of an array with `ndim` axes."""
+        return ndim > 1 and self.split_dim(ndim) == ndim - 1
 
 
 REPLICATED = PartitionRule()
@@ -103,10 +107,12 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
                 rf"{path}\.weight",
                 PartitionRule(kind, member_axes(member), is_expert_stack=stack),
             )
-            yield rf"{path}\.bias", REPLICATED  # added once, to the sum of all products
+            # Added once, to the sum of all products; those of experts, before it.
+            bias = PartitionRule("whole" if exact else "first", is_expert_stack=True)
+            yield rf"{path}\.bias", bias if stack else REPLICATED
     yield rf"{layer}.*\.memory_gate", PartitionRule("column", HEAD_AXES)
     if f.router is not None:
-        yield rf"{layer}({re.escape(f.router)}\.weight|mlp\.selection\.bias)", REPLICATED
+        yield rf"{layer}({re.escape(f.router)}\.(weight|bias)|mlp\.selection\.bias)", REPLICATED
     yield r"(.*\.)?[^.]*(norm|ln_)[^.]*\.(weight|bias)", REPLICATED
 
 

@@ -82,7 +82,7 @@ class TensorSplit:
             return weight
         leaf = as_weight(weight)
         with _name_errors(self):
-            if self.rule.axis == 1:
+            if self.rule.splits_columns(leaf.ndim):
                 ((begin, end),) = self.ranges(number)
                 return leaf.with_columns(begin, end)
             return leaf.with_rows(self.row_indices(number))
@@ -165,7 +165,7 @@ class ParamSharder(ParamPlacer):
         split = plan_split(path, tensor.shape, rule, self._axes)
 
         def make_shard(number: int) -> Weight:
-            if rule.axis == 1:
+            if rule.splits_columns(tensor.ndim):
                 ((begin, end),) = split.ranges(number)
                 return read(tensor.slice_columns(begin, end))
             if tensor.ndim == 3:  # experts: rows are on the second axis

@@ -98,8 +98,9 @@ class Optimizer(OptimizerSettings):
 
 
 def decay_mask(trained: TrainedParams) -> dict[str, bool]:
-    """Return which arrays decay: matrices and embeddings, but not scales of groups."""
-    return {path: x.ndim >= 2 and not path.endswith(".scale") for path, x in trained.items()}
+    """Return which arrays decay: matrices and embeddings, but not scales of groups, or biases."""
+    ends = (".scale", ".bias")
+    return {path: x.ndim >= 2 and not path.endswith(ends) for path, x in trained.items()}
 
 
 def import_optax() -> Any:

@@ -27,7 +27,12 @@ MAX_BLOCK_ROWS = 128  # maximum number of rows that are multiplied with a matrix
 
 
 def expert_linears(
-    x_AI: jax.Array, stacks: Sequence[Weight], expert_A: jax.Array, *, int8_inputs: bool = False
+    x_AI: jax.Array,
+    stacks: Sequence[Weight],
+    expert_A: jax.Array,
+    *,
+    biases: Sequence[jax.Array | None] = (),
+    int8_inputs: bool = False,
 ) -> list[jax.Array]:
     """Return `x[a] @ stack[expert[a]].T` for each of the stacks `[E, O, I]`: float32 `[A, O]`.
 
@@ -36,7 +41,19 @@ def expert_linears(
 
     Args:
         expert_A: int32 expert numbers; for any other number (-1) the result is 0.
+        biases: `[E, O]` of each stack, of which `bias[expert[a]]` is added; None for none.
     """
+    products = _multiply(x_AI, stacks, expert_A, int8_inputs)
+    for i, bias_EO in enumerate(biases):
+        if bias_EO is not None:
+            row_A = jnp.where(expert_A < 0, len(bias_EO), expert_A)  # -1 would be the last
+            products[i] += bias_EO.at[row_A].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return products
+
+
+def _multiply(
+    x_AI: jax.Array, stacks: Sequence[Weight], expert_A: jax.Array, int8_inputs: bool
+) -> list[jax.Array]:
     for stack in map(as_weight, stacks):
         if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
             raise ValueError(f"expert stack {stack.shape} does not match x of shape {x_AI.shape}")
@@ -50,7 +67,7 @@ def expert_linears(
             leaf = as_weight(stack)
             if leaf.is_sharded:
                 return leaf.apply_with(x_AI, multiply, expert_A)
-            return expert_linears(x_AI, (stack,), expert_A, int8_inputs=int8_inputs)[0]
+            return _multiply(x_AI, (stack,), expert_A, int8_inputs)[0]
 
         return [multiply(x_AI, stack, expert_A) for stack in stacks]
     digits = (

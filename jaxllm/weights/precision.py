@@ -158,7 +158,10 @@ def match_precision(params: Params, precision: Precision) -> Precision:
 
     Matrices that differ only in their layer number share one rule if they have one format.
     """
-    leaves = {path: (leaf.ndim, weight_format(leaf)) for path, leaf in flatten(params)}
+    leaves = {
+        path: (1 if path.endswith(".bias") else leaf.ndim, weight_format(leaf))
+        for path, leaf in flatten(params)
+    }
     kinds: dict[str, set[str]] = {}  # the formats of all matrices that a general rule matches
     for path, (ndim, name) in leaves.items():
         if ndim >= 2:

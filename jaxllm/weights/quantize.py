@@ -22,7 +22,7 @@ Rules = str | Sequence[tuple[str, str | None]]
 # experts. A score head has few rows, and its errors are those of the scores.
 KEPT_RULES: tuple[tuple[str, str | None], ...] = (
     (r"wpe\.weight", None),
-    (r".*mlp\.gate\.weight", None),
+    (r".*mlp\.(gate|router)\.weight", None),
     (r"score\.weight", None),
 )
 # If a format's name stands for all rules: the token table and the head keep 8 bits if the other
@@ -75,7 +75,7 @@ def _check_rows(rules: Any) -> list[tuple[str, str | None]]:
 
 
 def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
-    """Return the format that `rules` gives the leaf of `shape` at `path`; None for any vector.
+    """Return the format that `rules` gives the leaf of `shape` at `path`; None for biases, vectors.
 
     Rows that are not whole blocks of q4_k, q5_k or q6_k have the format of `FALLBACKS`.
 
@@ -83,7 +83,8 @@ def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
     match = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
-    name = None if match is None or len(shape) < 2 else match[0]
+    plain = len(shape) < 2 or path.endswith(".bias")
+    name = None if match is None or plain else match[0]
     if name in FALLBACKS and shape[-1] % SUPER:
         return FALLBACKS[name]
     if name is not None and len(shape) > 2 and not can_stack(name):

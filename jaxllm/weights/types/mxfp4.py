@@ -1,0 +1,85 @@
+"""MXFP4: codes of 4 bits, e2m1 floats, with a power of two as the scale of each 32 columns.
+
+From the OCP Microscaling Formats (MX) Specification 1.0, section 5. Codes are packed and sliced as
+those of `IntWeight`; only their values differ.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.weights.types.arrays import add_dependency, matmul
+from jaxllm.weights.types.int_weight import MAX_F32_ROWS, IntFormat, IntWeight
+
+GROUP = 32
+# Doubled, so that they are whole; scales are halved.
+LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+def read_scales(exponent: np.ndarray) -> np.ndarray:
+    """Return the scales of `LEVELS` for biased exponents, uint8, of the codes' scales: bfloat16."""
+    scale: np.ndarray = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
+    return scale.astype(jnp.bfloat16)
+
+
+class Mxfp4Weight(IntWeight):
+    """`weight[o, i] = LEVELS[q[o, i]] * scale[o, i // 32]`, the scale in bfloat16: it is exact."""
+
+    supports_int8_inputs = False
+
+    @property
+    def int_format(self) -> IntFormat:
+        return FORMAT
+
+    def centered_codes(self) -> jax.Array:
+        """Return the codes' levels, int8 `[..., O, I']`."""
+        codes = self.codes.astype(jnp.int8)
+        small, odd = codes & 7, codes & 1
+        # Above 3, the last bit is the mantissa after a leading 1, and the others the exponent.
+        large = (2 | odd) << jnp.maximum((small >> 1) - 1, 0)
+        level = jnp.where(small < 4, small, large)
+        return jnp.where(codes < 8, level, -level)
+
+    def matmul(self, x_RI: jax.Array) -> jax.Array:
+        weight = add_dependency(x_RI, self)  # as for `IntWeight`
+        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
+        return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
+
+    def for_accelerator(self) -> "Mxfp4Weight":
+        return self
+
+    def native_matrix(self) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Format(IntFormat):
+    """The format of `Mxfp4Weight`."""
+
+    @property
+    def name(self) -> str:
+        return "mxfp4"
+
+    @property
+    def lossless_dtype(self) -> str:
+        return "bfloat16"
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Mxfp4Weight:
+        data, scale = arrays[".data"], arrays[".scale"]
+        return Mxfp4Weight(data, scale, None, bits=4, group=GROUP, columns=shape[-1])
+
+
+FORMAT = Mxfp4Format(4, GROUP, scale_dtype="bfloat16")
+
+
+def parse(name: str) -> Mxfp4Format | None:
+    """Parse `mxfp4`; None for other names."""
+    return FORMAT if name == FORMAT.name else None
