@@ -81,6 +81,7 @@ TABLES: dict[str, Architecture] = {
     for table in import_module(f"{__package__}.{name}").TABLES
 }
 
+MXFP4 = "mxfp4"  # a `quant_method`, and our format of the same name
 WEIGHTS_STEM = "model"  # file name of unsharded weights, without its suffix
 AUTOGPTQ_CONFIG = "quantize_config.json"  # AutoGPTQ's settings, before they moved to config.json
 
@@ -122,7 +123,10 @@ def open_hf(
     complaints: list[str] = []
     if (scheme := _read_scheme(directory, data, tensors)) is not None:
         paths = dict(flatten(param_shapes(build(config))))
-        if isinstance(scheme, CompressedScheme):
+        if isinstance(scheme, str):  # MXFP4: `GptOssLayout` reads the tensors
+            pieces = (path for path in tensors if path.endswith(".data"))
+            formats = {path.removesuffix(".data"): scheme for path in pieces}
+        elif isinstance(scheme, CompressedScheme):
             formats = import_compressed_tensors(scheme, tensors, _linear_shapes(config), complaints)
         else:
             formats = import_gptq_awq(scheme, tensors, _linear_shapes(config), paths, complaints)
@@ -314,7 +318,7 @@ def _rename_tensors(
 
 def _read_scheme(
     directory: Path, data: Mapping[str, Any], tensors: Iterable[str]
-) -> Scheme | CompressedScheme | None:
+) -> Scheme | CompressedScheme | str | None:
     """Return how the weights are quantized, by config.json or by AutoGPTQ's older settings file."""
     if data.get(CONFIG_KEY) is not None:
         return _read_quantization(data[CONFIG_KEY])
@@ -325,7 +329,7 @@ def _read_scheme(
     return read_scheme({**missing, **older}, str(directory / AUTOGPTQ_CONFIG))
 
 
-def _read_quantization(settings: Any) -> Scheme | CompressedScheme:
+def _read_quantization(settings: Any) -> Scheme | CompressedScheme | str:
     """Return how the weights are stored, from config.json's `quantization_config`.
 
     Raises:
@@ -333,6 +337,8 @@ def _read_quantization(settings: Any) -> Scheme | CompressedScheme:
     """
     if isinstance(settings, Mapping) and settings.get("quant_method") == COMPRESSED_TENSORS:
         return read_compressed_scheme(settings, f"config.json: {CONFIG_KEY}")
+    if isinstance(settings, Mapping) and settings.get("quant_method") == MXFP4:
+        return MXFP4
     return read_scheme(settings)
 
 

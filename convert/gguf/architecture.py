@@ -29,6 +29,8 @@ class GGUFArchitecture:
         partial_rotary: Whether RoPE may rotate only a part of each head.
         derive: Derives fields from other fields and, when reading, from the keys in `derive_keys`.
         derive_keys: Keys that only `derive` reads.
+        truncates_yarn: Whether YaRN's correction range has whole numbers. llama.cpp always rounds
+            it; False: the model was trained otherwise.
         writes_pattern: Whether the layers with a sliding window are listed in the file.
         write_keys: Returns further keys of a configuration, with values.
     """
@@ -43,6 +45,7 @@ class GGUFArchitecture:
     partial_rotary: bool = False
     derive: DeriveFields = lambda fields, data: {}
     derive_keys: frozenset[str] = frozenset()
+    truncates_yarn: bool = True
     writes_pattern: bool = False
     write_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxllm.convert.gguf.more_types import MORE_TYPES
+from jaxllm.convert.gguf.more_types import MORE_TYPES, table_codes
+from jaxllm.weights.types import mxfp4
 from jaxllm.weights.types.super_blocks import SUPER_BLOCKS, half_at
 from jaxllm.weights.types.super_search import QUANTIZERS
 
@@ -160,6 +161,14 @@ _ROWS = (
     TensorType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
     TensorType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
     TensorType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
+    TensorType(
+        39,
+        "MXFP4",
+        32,
+        17,
+        table_codes(mxfp4.LEVELS, 1, 16),
+        lambda b: mxfp4.read_scales(b[:, :1]).astype(np.float32),
+    ),
     _super_block(12, "Q4_K"),
     _super_block(13, "Q5_K"),
     _super_block(14, "Q6_K"),

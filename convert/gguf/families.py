@@ -137,6 +137,10 @@ def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dic
     return {"mlp_layer_types": tuple("sparse" for _ in _layer_range(count))}
 
 
+def _derive_gpt_oss(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 2)}
+
+
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
         family=FAMILIES["llama"],
@@ -182,6 +186,22 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         derive=_derive_qwen3_moe,
         tensor_flags=BIAS_TENSORS,
         allowed_values=ROUTING,
+    ),
+    "gpt-oss": GGUFArchitecture(
+        family=FAMILIES["gpt_oss"],
+        modules=names.GPT_OSS,
+        fields=(
+            *RMS_NORM,
+            *EXPERTS,
+            Field("expert_feed_forward_length", "intermediate_size", REQUIRED),
+            Field("attention.sliding_window", "sliding_window", REQUIRED),
+        ),
+        constants={**SILU, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        derive=_derive_gpt_oss,
+        derive_keys=frozenset({"attention.sliding_window_pattern"}),
+        tensor_flags=BIAS_TENSORS,
+        allowed_values={**ROUTING, "expert_gating_func": (0, 3)},  # 3: softmax of the chosen
+        truncates_yarn=False,
     ),
     "gemma2": GGUFArchitecture(
         family=FAMILIES["gemma2"],

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.weights.types.mxfp4 import LEVELS
 from jaxllm.weights.types.super_blocks import half_at
 
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # doubled
 
 Read = Callable[[np.ndarray], np.ndarray]
 
@@ -47,7 +47,7 @@ def _shifted(values: np.ndarray, shifts: Any, mask: int) -> np.ndarray:
     return values[..., None] >> np.array(shifts, values.dtype) & values.dtype.type(mask)
 
 
-def _table_codes(table: np.ndarray, begin: int, group: int) -> Read:
+def table_codes(table: np.ndarray, begin: int, group: int) -> Read:
     """Return a reader of 4-bit indices: of each `group` bytes all low nibbles, then the high."""
 
     def read(blocks: np.ndarray) -> np.ndarray:
@@ -79,10 +79,6 @@ def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
     low = _shifted(blocks[:, 4:8], [0, 4], 15).reshape(-1, 8)
     high = _shifted(_words(blocks, 2, 4, np.uint16)[:, 0], range(0, 16, 2), 3)
     return half_at(blocks, 0) * ((low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32))
-
-
-def _power_of_two(blocks: np.ndarray) -> np.ndarray:
-    return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
 def _nvfp4_scales(blocks: np.ndarray) -> np.ndarray:
@@ -236,10 +232,9 @@ MORE_TYPES = (
         lambda b: -(half_at(b, 82) * (b[:, :16] >> 4)),
     ),
     MoreType(11, "Q3_K", 256, 110, 16, _q3_k_codes, _q3_k_scales),
-    MoreType(20, "IQ4_NL", 32, 18, 32, _table_codes(_IQ4, 2, 16), lambda b: half_at(b, 0)),
-    MoreType(23, "IQ4_XS", 256, 136, 32, _table_codes(_IQ4, 8, 16), _iq4_xs_scales),
-    MoreType(39, "MXFP4", 32, 17, 32, _table_codes(_E2M1, 1, 16), _power_of_two),
-    MoreType(40, "NVFP4", 64, 36, 16, _table_codes(_E2M1, 4, 8), _nvfp4_scales),
+    MoreType(20, "IQ4_NL", 32, 18, 32, table_codes(_IQ4, 2, 16), lambda b: half_at(b, 0)),
+    MoreType(23, "IQ4_XS", 256, 136, 32, table_codes(_IQ4, 8, 16), _iq4_xs_scales),
+    MoreType(40, "NVFP4", 64, 36, 16, table_codes(LEVELS, 4, 8), _nvfp4_scales),
     MoreType(34, "TQ1_0", 256, 54, 32, _tq1_0_codes, lambda b: half_at(b, 52).repeat(8, axis=1)),
     MoreType(
         35, "TQ2_0", 256, 66, 32,

@@ -113,6 +113,7 @@ _EXPERTS = (
     ModuleRow(f"{_MLP}.experts.up_proj", "blk.*.ffn_up_exps"),
     ModuleRow(f"{_MLP}.experts.down_proj", "blk.*.ffn_down_exps"),
 )
+_SINKS = ModuleRow(f"{_ATTENTION}.sinks", "blk.*.attn_sinks")
 _POST_NORMS = (
     ModuleRow("layers.*.post_attention_layernorm", "blk.*.post_attention_norm"),
     ModuleRow("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
@@ -156,6 +157,15 @@ GLM4_MOE = (
     ModuleRow(f"{_MLP}.selection", "blk.*.exp_probs_b"),
 )
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
+GPT_OSS = (
+    *_EMBEDDINGS,
+    _NORMS[0],
+    _POST_NORMS[0],
+    *_QKVO,
+    _SINKS,
+    _EXPERTS[0]._replace(path=f"{_MLP}.router"),
+    *_EXPERTS[1:],
+)
 GEMMA2 = _offset_norms((*_EMBEDDINGS[:2], *_PRE_POST_NORMS, *_QKVO, *_GATED_MLP))  # always tied
 GEMMA3 = _offset_norms((*_EMBEDDINGS, *_PRE_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP))
 EXAONE4 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)

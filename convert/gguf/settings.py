@@ -6,6 +6,7 @@ complaints. The tensors decide what no key does: the vocabulary size, which line
 whether the head is tied.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +128,10 @@ def read_config(
     if row.uses_rope:
         share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial_rotary else None
         dims = (share, fields["head_dim"])
-        fields["rope"] = read_rope(data, divisors, begins, complaints, dims, row.allowed_values)
+        rope = read_rope(data, divisors, begins, complaints, dims, row.allowed_values)
+        if rope is not None and rope.rope_type == "yarn" and not row.truncates_yarn:
+            rope = dataclasses.replace(rope, truncate=False)
+        fields["rope"] = rope
     refuse(where, complaints)
     try:
         return row.family.config(**{**fields, **row.derive(fields, data)})
@@ -166,6 +170,10 @@ def write_config(
     if row.uses_rope and isinstance(rope, Rope):
         context = config.max_position_embeddings
         unit = LOG_MULTIPLIER in row.allowed_values
+        if not row.truncates_yarn and rope.rope_type == "yarn":
+            if rope.truncate is not False:
+                complaints.append(f"YaRN's truncate {rope.truncate}")
+            rope = dataclasses.replace(rope, truncate=None)
         settings, divisors = write_rope(rope, config.head_dim, context, complaints, unit)
         turned = rope.rotary_dim(config.head_dim)
         if turned != config.head_dim and not row.partial_rotary:

@@ -20,6 +20,7 @@ from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.convert.gguf.more_types import MORE_TYPES
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
+from jaxllm.weights.types import mxfp4
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.block_weight import BLOCK_TYPES, fits_in_place
@@ -76,6 +77,7 @@ LEAVES: Mapping[str, LeafRecipe] = {
         lambda blocks: blocks[:, 4:],
     ),
     "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
+    "MXFP4": LeafRecipe(mxfp4.FORMAT, lambda blocks: blocks[:, 1:]),
     **{row.name: LeafRecipe(IntFormat(8, row.run)) for row in MORE_TYPES if not row.read_offsets},
 }
 
@@ -244,14 +246,15 @@ class GGUFTensor:
 
 
 def pack_blocks(kind: IntFormat, data: np.ndarray, scale: np.ndarray, columns: int) -> np.ndarray:
-    """Pack a leaf's pieces into rows of Q8_0 or Q4_0 `[R, row bytes]`, without rounding."""
-    assert kind in (_EIGHT, _FOUR)
+    """Pack a leaf's pieces into rows of Q8_0, Q4_0 or MXFP4 `[R, row bytes]`, without rounding."""
+    assert kind in (_EIGHT, _FOUR, mxfp4.FORMAT)
     count, rows = columns // BLOCK_SIZE, len(data)
     codes = (
         np.ascontiguousarray(data)
         .view(np.uint8)
         .reshape(rows, round_up(columns, CHUNK) // BLOCK_SIZE, -1)
     )
-    scales = np.ascontiguousarray(scale).view(np.uint8).reshape(rows, -1, 2)
+    scale = mxfp4.write_scales(scale) if kind is mxfp4.FORMAT else np.ascontiguousarray(scale)
+    scales = scale.view(np.uint8).reshape(rows, -1, scale.itemsize)
     blocks = np.concatenate([scales[:, :count], codes[:, :count]], axis=2)
     return blocks.reshape(rows, -1)

@@ -30,7 +30,8 @@ from jaxllm.runtime.progress import bytes_bar
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
-from jaxllm.weights.types.base import BLOCK_ROWS
+from jaxllm.weights.types import mxfp4
+from jaxllm.weights.types.base import BLOCK_ROWS, Format
 from jaxllm.weights.types.block_weight import BLOCK_TYPES
 from jaxllm.weights.types.int_weight import IntFormat
 
@@ -113,6 +114,8 @@ def write_gguf(
         single, columns = tensor.ndim < 2 or match.module.always_float32, tensor.columns
         single |= match.path.endswith(".bias")
         block = BY_NAME["F32"] if single else choose_block(kind, match.name, columns, config)
+        if checkpoint.formats.get(match.path) == mxfp4.FORMAT.name and block.dtype is None:
+            block = BY_NAME["MXFP4"]  # kept, as in llama.cpp's mixtures
         if not single and block is not choose_block(kind, match.name, FULL_COLUMNS, config):
             replaced[match.name] = block.name
         held = _copy_codes(checkpoint, match, block)
@@ -148,7 +151,8 @@ def _copy_codes(
     checkpoint: Checkpoint, match: MatchedParam, block: TensorType
 ) -> OutputTensor | None:
     """Return a leaf unchanged if its numbers are those of the type, else None."""
-    leaf = BLOCK_TYPES[block.name].format if block.name in BLOCK_TYPES else None
+    leaf: Format | None = BLOCK_TYPES[block.name].format if block.name in BLOCK_TYPES else None
+    leaf = mxfp4.FORMAT if block.name == "MXFP4" else leaf
     if leaf is None or checkpoint.formats.get(match.path) != leaf.name:
         return None
     *lead, columns = dict(flatten(param_shapes(build(checkpoint.config))))[match.path].shape

@@ -11,6 +11,7 @@ int3-g64, int2-g64             3 and 2 bits, likewise
 ...-f16                        with float16 scales instead of float32
 q4_k, q5_k, q6_k               GGUF's blocks of 256 columns: 4.5, 5.5 and 6.56 bits a weight, with
                                scales (and minima) that are integers, and searched
+mxfp4                          4 bits, floats with a power of two per 32 columns; from files
 nf4                            4 bits, the levels of QLoRA's NormalFloat, in blocks of 64 whose
                                absmax has 8 bits (double quantization); nf4-f32: absmax in float32
 bfloat16-2:4                   at most 2 of each 4 columns are nonzero: 9 bits a weight
@@ -35,6 +36,7 @@ from jaxllm.weights.types import (
     block_weight,
     int_weight,
     low_rank,
+    mxfp4,
     nf4,
     packed_bf16,
     permuted,
@@ -50,6 +52,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed_bf16.parse,
     int_weight.parse,
+    mxfp4.parse,
     block_weight.parse,
     nf4.parse,
     sparse.parse,
@@ -77,14 +80,14 @@ def parse_format(name: Any) -> Format:
     )
 
 
-STACKABLE = "arrays, int8, int4, int3, int2, q4_k, q5_k, q6_k or nf4"
+STACKABLE = "arrays, int8, int4, int3, int2, mxfp4, q4_k, q5_k, q6_k or nf4"
 
 
 def can_stack(name: str) -> bool:
     """Return whether a stack of matrices can have this format: its arrays are then stacks."""
     format = parse_format(name)
     if isinstance(format, int_weight.IntFormat):
-        return format.is_plain
+        return format.is_plain or format is mxfp4.FORMAT
     return isinstance(format, arrays.FloatFormat | block_weight.BlockFormat | nf4.NF4Format)
 
 

@@ -27,6 +27,7 @@ FULL = pytest.mark.full
 EIGHT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen3_moe": {"num_experts": 8, "num_key_value_heads": 4},
+    "gpt_oss": {"num_local_experts": 8},
 }
 STAGES = [
     ("gpt2", "stage=2,tensor=2:tokens"),
@@ -51,6 +52,9 @@ EXPERTS = [
     ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
     ("qwen3_moe", "stage=2,sequence=2,expert=2"),
     ("qwen3_moe", "stage=2,sequence=2:heads,expert=2"),
+    ("gpt_oss", "expert=2,sequence=2"),  # sinks
+    ("gpt_oss", "expert=2,sequence=2:heads"),
+    ("gpt_oss", "tensor=2:tokens"),
 ]
 TOKENS = ("sequence=4", "sequence=2:heads")  # without other axes
 EVERY_DAY = ("stage=2,sequence=2,tensor=2:tokens", "expert=2,sequence=2")

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.devices
 EIGHT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": []},
+    "gpt_oss": {"num_local_experts": 8},
 }
 
 
@@ -62,6 +63,7 @@ def test_expert_rows_are_routed_and_returned(sharded_rows: bool) -> None:
 
 CASES = [
     ("mixtral", "expert=4", None),
+    ("gpt_oss", "expert=2,tensor=2", None),  # biases of experts, and sinks
     pytest.param("mixtral", "expert=8", None, marks=pytest.mark.full),
     pytest.param("mixtral", "expert=2,tensor=2", "int8", marks=pytest.mark.full),
     pytest.param("mixtral", "stage=2,expert=2,tensor=2", None, marks=pytest.mark.full),

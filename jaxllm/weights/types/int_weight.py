@@ -374,7 +374,8 @@ class IntFormat(AffineQuantizer, Format):
             )
         if not self.is_plain:
             raise ConfigError(
-                f"{self.name} cannot be made by quantizing; it comes from GGUF files. Use int8-g32"
+                f"{self.name} cannot be made by quantizing; it comes from GGUF files and"
+                " checkpoints. Use int8-g32"
             )
         if not shape[-1]:
             raise ConfigError(f"{self.name} requires a matrix with columns, got shape {shape}")

@@ -26,6 +26,11 @@ def read_scales(exponent: np.ndarray) -> np.ndarray:
     return scale.astype(jnp.bfloat16)
 
 
+def write_scales(scale: np.ndarray) -> np.ndarray:
+    """Invert `read_scales`."""
+    return (np.frexp(scale.astype(np.float32))[1] + 127).astype(np.uint8)
+
+
 class Mxfp4Weight(IntWeight):
     """`weight[o, i] = LEVELS[q[o, i]] * scale[o, i // 32]`, the scale in bfloat16: it is exact."""
 
@@ -43,6 +48,14 @@ class Mxfp4Weight(IntWeight):
         large = (2 | odd) << jnp.maximum((small >> 1) - 1, 0)
         level = jnp.where(small < 4, small, large)
         return jnp.where(codes < 8, level, -level)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.bfloat16)
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        """Return the weights, by default in bfloat16, which is exact."""
+        return super().to_dense(dtype or self.dtype)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         weight = add_dependency(x_RI, self)  # as for `IntWeight`

@@ -21,6 +21,7 @@ ARCHS = {
     "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
     "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
     "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
+    "gpt_oss": A.GPT_OSS,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -32,6 +33,8 @@ PERMUTED = {
     "granitemoehybrid",
 }  # classes of `LlamaModel`
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(w\d|\w+_proj)\.weight")
+# gpt-oss: rows of gate and up alternate, and matrices are `[in, out]`.
+FUSED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj_?(bias|)")
 CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's matrices that are `[in, out]`
 Bytes = Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]]
 
@@ -56,6 +59,8 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
         if kind in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             array = permuted(array, config[heads])
+        if name.endswith("sinks"):
+            name += ".weight"
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             array = array + np.float32(1)
         if "query_key_value" in name:  # per head there, all queries first here
@@ -76,6 +81,11 @@ def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             module = one[1].replace("block_sparse_moe", "feed_forward")
             module = module.removeprefix("model.") if "feed_forward" in module else module
             experts.setdefault(f"{module}.experts.{one[3]}.weight", {})[int(one[2])] = array
+        elif fused := FUSED.fullmatch(name):
+            rows = array if fused[3] else array.swapaxes(1, 2)
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            for part, some in (parts if fused[2] == "gate_up" else {"down": rows}).items():
+                found[f"{fused[1]}{part}_proj.{fused[3] or 'weight'}"] = some
         else:
             found[name] = array
     return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
@@ -155,8 +165,10 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(config["vocab_size"])
     windowed = (
-        "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
+        "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2", "gpt_oss",
     )  # fmt: skip
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config.get("sliding_window") and kind in windowed:
         writer.add_sliding_window(config["sliding_window"])
     if kind in ("olmo3", "exaone4"):
@@ -198,7 +210,12 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
     rng = np.random.default_rng(seed)
 
     def store(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-        if array.ndim < 2 or "position_embd" in name or "ffn_gate_inp" in name:
+        if (
+            array.ndim < 2
+            or name.endswith(".bias")
+            or "position_embd" in name
+            or "ffn_gate_inp" in name
+        ):
             return array.astype(np.float32), gguf.GGMLQuantizationType.F32
         if not kind.name.endswith("_K"):
             return gguf.quants.quantize(array.astype(np.float32), kind), kind

@@ -72,6 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 8},
     "exaone4": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
     "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 4, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "head_dim": 8, "num_hidden_layers": 2, "swiglu_limit": 7.0,
+        "rope_parameters": {**ROPES["yarn"], "truncate": False},
+    },
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
@@ -83,7 +87,8 @@ EVERY_DAY = [
         marks=[] if family in ("gemma2", "phi3", "mixtral", "gpt_neox") else [pytest.mark.full],
     )
     for family in FAMILIES
-    if family != "gpt2"  # tests/convert/gguf/test_reader.py
+    # tests/convert/gguf/test_reader.py, tests/convert/test_mxfp4.py
+    if family not in ("gpt2", "gpt_oss")
 ]
 TYPES = [
     *((family, "Q8_0") for family in FAMILIES),
