@@ -140,6 +140,8 @@ def as_format(weight: Weight, name: str) -> Weight:
         return weight
     if isinstance(format, sparse.SparseFormat) and weight_format(weight) == format.dtype:
         return sparse.to_sparse(weight, format.pattern)  # keeps the integer codes
+    if isinstance(weight, mxfp4.Mxfp4Weight) and format.name == "int8-g32":
+        return weight.to_int8()
     array = to_dense(weight)
     if format.name not in DTYPES and array.ndim < 2:
         raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")

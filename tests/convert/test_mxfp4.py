@@ -83,6 +83,9 @@ def test_published_experts_stay_in_four_bits(pair: tuple[Path, Path], tmp_path: 
         for path, weight in stacks(model).items():
             assert weight_format(weight) == "mxfp4"
             np.testing.assert_array_equal(to_dense(weight), dict(flatten(exact.params))[path])
+    for path, weight in stacks(jaxllm.load(packed, quantize="int8-g32")).items():
+        assert weight_format(weight) == "int8-g32"  # without rounding
+        np.testing.assert_array_equal(to_dense(weight), dict(flatten(exact.params))[path])
     bits = [8 * x.nbytes / x.size for path, x in stacks(lm).items() if "gate" in path]
     assert max(bits) == 9  # 4.5, and twice as many columns as there are, to whole chunks of 128
     assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(plain))

@@ -57,6 +57,11 @@ class Mxfp4Weight(IntWeight):
         """Return the weights, by default in bfloat16, which is exact."""
         return super().to_dense(dtype or self.dtype)
 
+    def to_int8(self) -> IntWeight:
+        """Return the same numbers as `int8-g32`, which has kernels on a CPU."""
+        scale = self.scale.astype(jnp.float32)
+        return IntWeight(self.centered_codes(), scale, None, 8, GROUP, self.columns)
+
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         weight = add_dependency(x_RI, self)  # as for `IntWeight`
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
