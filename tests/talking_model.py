@@ -51,6 +51,11 @@ TEMPLATES = {
         "You have tools: " + _LIST + "Call them as <|tool_call|>[...]",
         '<|tool_call|>[{"name": "{{ c.function.name }}", "arguments": ' + _ARGUMENTS + "}]",
     ),
+    "harmony": _template(
+        "namespace functions " + _LIST,
+        "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+        + _ARGUMENTS + "<|call|>{{ m.thinking }}",
+    ),
     "qwen3-coder": _template(
         _LIST + "<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n"
         "</function>\\n</tool_call>",
@@ -60,7 +65,10 @@ TEMPLATES = {
     ),
 }  # fmt: skip
 # Marks that are special tokens in the published tokenizers.
-MARKS = {"mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>",), "granite": ("<|tool_call|>",)}
+MARKS = {
+    "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>",), "granite": ("<|tool_call|>",),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
+}  # fmt: skip
 
 
 def write_talker(

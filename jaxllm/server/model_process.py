@@ -31,6 +31,7 @@ from jaxllm.errors import (
 )
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
+from jaxllm.server.harmony import as_rendered
 from jaxllm.server.tools import MARKS, find_style, tool_grammar
 
 if TYPE_CHECKING:
@@ -276,7 +277,9 @@ class ModelProcess:
         number, shows_tokens = frame["id"], frame.get("logprobs") is not None
         cancelled = self._cancelled[number]
         # A call is read with its marks, which the text leaves out where they are special tokens.
-        marks = {token: mark for mark, token in self._marks.items()} if frame.get("tools") else {}
+        harmony = "prompt" not in frame and self._tool_style == "harmony"
+        reads_marks = harmony or frame.get("tools")
+        marks = {token: mark for mark, token in self._marks.items()} if reads_marks else {}
 
         def send_chunk(chunk: "StreamChunk") -> None:
             text = chunk.text + marks.get(chunk.token, "")
@@ -417,6 +420,8 @@ class ModelProcess:
         if isinstance(template, JaxllmError):
             raise template
         messages, variables = frame["messages"], frame["variables"]
+        if self._tool_style == "harmony":
+            messages = list(map(as_rendered, messages))
         if not frame.get("continues"):
             return template.render(messages, **variables)
         beginning = messages[-1]["content"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxllm.server.harmony import HarmonyText
 from jaxllm.server.tools import ToolText
 
 IMPOSSIBLE = -9999.0  # stands for minus infinity, which JSON has not
@@ -95,8 +96,12 @@ class Choice:
         shows_ids: bool = False,
     ) -> None:
         self.index, self._chat, self._logprobs = index, chat, logprobs
-        self._tools = None if tools is None else ToolText(tools, style, hidden)
-        self._text = ""
+        self._reader: HarmonyText | ToolText | None = None
+        if chat and style == "harmony":
+            self._reader = HarmonyText(tools)
+        elif tools is not None:
+            self._reader = ToolText(tools, style, hidden)
+        self._text = self._thought = ""
         self._calls: list[Json] = []
         self._finish: str | None = None
         self._shown: list[tuple[bytes, float, list[Any]]] = []
@@ -125,21 +130,25 @@ class Choice:
         if shown:
             self._shown.append((shown[1], shown[0], shown[2]))
             self._offsets.push(shown[1] if shown[3] else b"")
-        if self._tools is not None:
-            piece = self._tools.push(piece)
+        thought = ""
+        if self._reader is not None:
+            piece = self._reader.push(piece)
         if finish is not None:
             self._finish = FINISH_REASONS[finish]
-            if self._tools is not None:
-                rest, calls = self._tools.finish()
+            if self._reader is not None:
+                rest, calls = self._reader.finish()
                 piece += rest
                 self._calls = [_make_call(call, i) for i, call in enumerate(calls)]
                 self._finish = "tool_calls" if calls else self._finish
+        if self._reader is not None:
+            thought = self._reader.take_thought()
         self._text += piece
-        if not piece and not shown and finish is None:
+        self._thought += thought
+        if not (piece or thought or shown) and finish is None:
             return None
-        if self._tools is not None and not piece and finish is None:
+        if self._reader is not None and not (piece or thought) and finish is None:
             return None
-        return self._stream_choice(piece)
+        return self._stream_choice(piece, thought)
 
     def end(self, reason: str) -> None:
         """Set why it ended, for an end without a chunk (a cancelled request)."""
@@ -180,6 +189,8 @@ class Choice:
                     "finish_reason": self._finish, **ids}  # fmt: skip
         content = None if self._calls and not self._text else self._text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if self._thought:
+            message["reasoning_content"] = self._thought
         if self._calls:
             message["tool_calls"] = [
                 {k: v for k, v in c.items() if k != "index"} for c in self._calls
@@ -187,12 +198,14 @@ class Choice:
         return {"index": self.index, "message": message, "logprobs": logprobs,
                 "finish_reason": self._finish, **ids}  # fmt: skip
 
-    def _stream_choice(self, piece: str) -> Json:
+    def _stream_choice(self, piece: str, thought: str = "") -> Json:
         logprobs, ids = self._take_logprobs(), self._take_ids()
         if not self._chat:
             return {"index": self.index, "text": piece, "logprobs": logprobs,
                     "finish_reason": self._finish, **ids}  # fmt: skip
-        return {"index": self.index, "delta": {"content": piece}, "logprobs": logprobs,
+        delta = {"content": piece} if piece or not thought else {}
+        delta |= {"reasoning_content": thought} if thought else {}
+        return {"index": self.index, "delta": delta, "logprobs": logprobs,
                 "finish_reason": None, **ids}  # fmt: skip
 
     def _take_ids(self) -> Json:

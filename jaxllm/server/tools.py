@@ -7,7 +7,7 @@ shows. A grammar restrains it only where the request has a schema to keep.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ Found = tuple[list[Call], int]  # calls, and where their text ends
 
 # What calls and thoughts begin and end with: ordinary tokens, special ones, or letters.
 MARKS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]",
-         "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")  # fmt: skip
+         "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<|start|>", "<|channel|>",
+         "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")  # fmt: skip
 _BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 _BEGIN = re.compile("|".join(map(re.escape, _BEGINS)))
 _BEGIN_OR_THOUGHT = re.compile(f"{_BEGIN.pattern}|</?think>")
@@ -62,10 +63,11 @@ FORMS = {
     "mistral_args": CallForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", "", key=""),
     "llama": CallForm("", "", "; ", "", "parameters"),
 }
-# What a chat template contains -> how its model writes calls. "parameters": no form of `FORMS`.
-_SIGNS = {"[ARGS]": "mistral_args", "[TOOL_CALLS]": "mistral", "<|tool_call|>": "granite",
-          "<|tool|>": "granite", "<parameter=": "parameters", "<tool_call>": "hermes",
-          "<|python_tag|>": "llama", "ipython": "llama"}  # fmt: skip
+# What a chat template contains -> how its model writes calls. "harmony" (`server.harmony`) and
+# "parameters": no form of `FORMS`.
+_SIGNS = {"<|channel|>": "harmony", "[ARGS]": "mistral_args", "[TOOL_CALLS]": "mistral",
+          "<|tool_call|>": "granite", "<|tool|>": "granite", "<parameter=": "parameters",
+          "<tool_call>": "hermes", "<|python_tag|>": "llama", "ipython": "llama"}  # fmt: skip
 # A forced call has the spaces that templates show, and no others: small models fill their last
 # tokens with spaces where these are allowed. Clients do not see them.
 _SEPARATORS = {"key_separator": ": ", "item_separator": ", "}
@@ -113,6 +115,14 @@ def tool_grammar(
     from jaxllm.grammar import Grammar
 
     tools, form = asked["tools"], FORMS.get(style)
+
+    def spell(text: str) -> str:
+        parts = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", text)
+        spelled = (f"<[{special[p]}]>" if p in special else json.dumps(p) for p in parts if p)
+        return " ".join(spelled)
+
+    if asked["choice"] == "required" and style == "harmony":
+        return {"lark": _harmony_call(tools, special, spell), "json_schema": None}
     if asked["choice"] == "required":
         schema = {**tool_schema(tools), "x-guidance": _SEPARATORS}
         grammar = Grammar.json_schema(schema, whitespace="")
@@ -122,11 +132,6 @@ def tool_grammar(
         return {}
     if answer is not None and not form.mark:  # both begin with a brace
         return {}
-
-    def spell(text: str) -> str:
-        parts = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", text)
-        spelled = (f"<[{special[p]}]>" if p in special else json.dumps(p) for p in parts if p)
-        return " ".join(spelled)
 
     bodies = []
     for tool, keeps in zip(tools, strict, strict=True):
@@ -153,6 +158,25 @@ def tool_grammar(
         lead = "lead" if form.mark in special else "lead[lazy]"
         rules += [f"{lead}: TEXT {mark}", r"TEXT: /(.|\n)*/"]
     return {"lark": "\n".join([f"start: {start}", *rules]), "json_schema": None}
+
+
+def _harmony_call(
+    tools: Sequence[Tool], special: Mapping[str, int], spell: Callable[[str], str]
+) -> str:
+    """Return a Lark grammar of one call in Harmony, after a thought or at once."""
+    calls = []
+    for tool in tools:
+        head = f"to=functions.{tool['function']['name']} <|constrain|>json<|message|>"
+        calls.append(f"{spell(head)} %json {json.dumps(_parameters(tool))}")
+    lead = "lead" if "<|end|>" in special else "lead[lazy]"
+    rules = [
+        f"start: thought? {spell('<|channel|>commentary ')} call",
+        f"thought: {spell('<|channel|>analysis<|message|>')} lead {spell('<|start|>assistant')}",
+        f"{lead}: TEXT {spell('<|end|>')}",
+        r"TEXT: /(.|\n)*/",
+        "call: " + "\n    | ".join(calls),
+    ]
+    return "\n".join(rules)
 
 
 class ToolText:
@@ -192,6 +216,10 @@ class ToolText:
             content += "\n" * bool(between and (said or content)) + between
         return content, calls if self._parallel else calls[:1]
 
+    def take_thought(self) -> str:
+        """Return nothing: thoughts in `<think>` are content."""
+        return ""
+
     def _take(self, end: int) -> str:
         """Return the content that was not sent before, up to a place."""
         begin, self._sent = self._sent, max(end, self._sent)
@@ -215,7 +243,7 @@ class ToolText:
                 end = mark.start()
                 break
         else:
-            end = len(text) - max(_overlap(text, begin) for begin in _BEGINS)
+            end = len(text) - max(overlap(text, begin) for begin in _BEGINS)
         return len(text[:end].rstrip())
 
     def _find_calls(self) -> list[tuple[int, int, list[Call]]]:
@@ -364,7 +392,7 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     return at if match is None else match.end()
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that could begin `mark`."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

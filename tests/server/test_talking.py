@@ -21,6 +21,8 @@ SAYS = {
     "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]',
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ARGUMENTS}}}]',
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+    f" to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
     "</function>\n</tool_call>",
 }
@@ -51,6 +53,8 @@ def test_default_request_with_tools_gets_call(tmp_path: Path, style: str) -> Non
         assert (choice.message.content, choice.finish_reason) == (content, "tool_calls")
         assert (call.function.name, json.loads(call.function.arguments)) == (
             "weather", json.loads(ARGUMENTS))  # fmt: skip
+        thought = getattr(choice.message, "reasoning_content", None)
+        assert thought == ("Hm." if style == "harmony" else None)
         with chat.stream(**asked) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert (streamed.content or None, streamed.tool_calls[0].function.arguments) == (

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxllm.grammar import Grammar
+from jaxllm.server.harmony import HarmonyText, as_rendered
 from jaxllm.server.openai_requests import read_conversation
 from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
 from jaxllm.text import ChatTemplate
@@ -117,11 +118,64 @@ def test_single_call_where_parallel_is_off() -> None:
 def test_styles_are_found_by_their_signs() -> None:
     """What published templates contain: Llama 3.1, Hermes, Qwen3-Coder, Mistral, Granite."""
     for sign, style in (
+        ("<|start|>assistant<|channel|>", "harmony"),
         ("Environment: ipython", "llama"), ("<tool_call>\n{\"name\"", "hermes"),
         ("<tool_call>\n<function=f>\n<parameter=a>", "parameters"), ("[TOOL_CALLS] [", "mistral"),
         ("[TOOL_CALLS]f[ARGS]", "mistral_args"), ("<|tool_call|>", "granite"), ("plain", ""),
     ):  # fmt: skip
         assert find_style(sign) == style
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+CALLED = f"commentary to=functions.weather <|constrain|>json<|message|>{CITY}<|call|>"
+# text, content, thought, calls
+HARMONY: list[tuple[str, str, str, list[Any]]] = [
+    (f"{FINAL}Hello.<|return|>", "Hello.", "", []),
+    (f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Hello.", "Hello.", "Hm.", []),
+    (f"<|channel|>{CALLED}", "", "", [CALL]),
+    (f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>{CALLED}", "", "Hm.", [CALL]),
+    (f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>", "", "", [CALL]),
+    (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>{CALLED}",
+     "I look.", "", [CALL]),
+    ("<|channel|>commentary to=assistant<|message|>Note.<|end|><|start|>assistant"
+     f"{FINAL}A < b", "A < b", "Note.", []),
+    (f"<|channel|>{CALLED}<|start|>assistant<|channel|>commentary to=functions.time json<|message|>"
+     '{"city": "Ulm", "days": 2}<|call|>', "", "", BOTH),
+    (f"{ANALYSIS}cut", "", "cut", []),
+    ('{"x": 1}', '{"x": 1}', "", []),
+    ("<|channel|>commentary to=functions.other<|message|>{}<|call|>", "", "{}", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(HARMONY)))
+def test_channels_of_harmony_are_split(case: int) -> None:
+    """Whole or in pieces, content, thought and calls are apart; unknown recipients are thought."""
+    text, content, thought, calls = HARMONY[case]
+    for step in (len(text), 1, 3, 7):
+        reader = HarmonyText(ASKED)
+        found = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
+        rest, read_calls = reader.finish()
+        assert (found + rest, reader.take_thought()) == (content, thought)
+        pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
+        assert pairs == calls
+
+
+def test_required_call_of_harmony_fits_its_schema() -> None:
+    """A required call is in its channel, at once or after a thought, and fits its schema."""
+    asked = {**ASKED, "choice": "required"}
+    (grammar,) = (Grammar.lark(v) for v in tool_grammar(asked, "harmony", {}).values() if v)
+    call = f"<|channel|>{CALLED}".removesuffix("<|call|>")
+    for good in (call, f"{ANALYSIS}Hm.<|end|><|start|>assistant{call}"):
+        assert grammar.complete(good)
+    assert not grammar.complete("Hello.") and not grammar.complete(call.replace('"Bonn"', "5"))
+
+
+def test_thoughts_of_harmony_are_rendered() -> None:
+    """A client's `reasoning_content` has the template's name, and null stays out."""
+    call = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [{}]}
+    assert as_rendered(call) == {"role": "assistant", "thinking": "Hm.", "tool_calls": [{}]}
+    both = as_rendered({**call, "content": "I look."})
+    assert both == {"role": "assistant", "content": "I look.", "tool_calls": [{}]}
 
 
 @pytest.mark.parametrize("style", sorted(FORMS))

@@ -214,6 +214,35 @@ MIXTRAL = """\
     {%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] + eos_token }}
     {%- else %}{{- raise_exception('Only user and assistant roles') }}{%- endif %}
 {%- endfor %}"""
+# gpt-oss: channels, tools as TypeScript, and thoughts only until a final answer.
+HARMONY = """\
+{{- '<|start|>system<|message|>You are ChatGPT.\\nCurrent date: ' }}
+{{- strftime_now("%Y-%m-%d")[:2] }}
+{{- '\\nReasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- set loop_messages = messages %}
+{%- if messages[0].role in ['developer', 'system'] %}
+    {{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + '<|end|>' }}
+    {%- set loop_messages = messages[1:] %}
+{%- endif %}
+{%- for m in loop_messages %}
+    {%- if m.role == 'assistant' %}
+        {%- if '<|channel|>analysis<|message|>' in m.content %}
+            {{- raise_exception('Thoughts belong to thinking, not content') }}
+        {%- endif %}
+        {%- if loop.last and not add_generation_prompt and m.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last else '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
 GPT_2 = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATES = {
     "llama": LLAMA_3,
@@ -238,6 +267,7 @@ TEMPLATES = {
     "gpt_neox": NEOX,
     "mixtral": MIXTRAL,
     "qwen3_moe": THINKING,
+    "gpt_oss": HARMONY,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
