@@ -4,6 +4,7 @@ The rows of gate and up alternate, gate first. In bfloat16 the matrices are stor
 In MXFP4 byte j of a group of 32 columns holds columns 2 j (low bits) and 2 j + 1.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -152,6 +153,14 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
     resolve_layer_types(fields, lambda i: i % 2 == 0)
 
 
+def _write_rope(config: GptOssConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Name the type if there is no scaling: without settings, transformers takes its own."""
+    if config.rope.rope_type != "default":
+        return data
+    rope = {k: v for k, v in dataclasses.asdict(config.rope).items() if v is not None}
+    return {**data, "rope_theta": None, "rope_scaling": None, "rope_parameters": rope}
+
+
 TABLES = (
     make_table(
         "GptOss",
@@ -174,5 +183,6 @@ TABLES = (
         theta=150000.0,
         prepare=_add_defaults,
         derive=_resolve_layers,
+        finish=_write_rope,
     ),
 )

@@ -40,6 +40,7 @@ FOLDABLE = {
     "exaone4": {"mlp.post"},
     "cohere2": {"mlp.post"},  # attention and MLP read one norm
     "mixtral": {"attn_norm"},  # the MLP's norm is read by the router, too
+    "gpt_oss": {"attn_norm"},
 }
 # They have no norm whose channels can be scaled.
 UNSMOOTHED = ("cohere2", "exaone4", "olmo2", "olmo3")
@@ -111,7 +112,7 @@ def test_methods_preserve_function_before_rounding(
     def keep(weight: jax.Array, *_: Any, **__: Any) -> jax.Array:
         return weight
 
-    dense = " on=.*self_attn.*" if family in ("glm4_moe", "mixtral", "qwen3_moe") else ""
+    dense = " on=.*self_attn.*" if family in ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe") else ""
     monkeypatch.setattr(awq, "round_to_nearest", keep)
     made = compress(lm, [line + dense], calibration=TEXT)
     pairs = zip(flatten(lm.params), flatten(made.params), strict=True)

@@ -63,6 +63,7 @@ SHRUNK = (
     "ibm-granite/granite-4.0-micro",
     "openai-community/gpt2-medium",
     "iamplus/gpt-neoxt-20b-v2",
+    "openai/gpt-oss-20b",
 )
 
 
@@ -108,6 +109,9 @@ def shrink(row: Row) -> Row:
     for key in ("layer_types", "no_rope_layers"):
         if key in row:
             tiny[key] = row[key][-2:]
+    tiny.pop("quantization_config", None)
+    if "experts_per_token" in row:
+        tiny["experts_per_token"] = sizes["num_experts_per_tok"]
     scaling = row.get("rope_scaling") or {}
     if "short_factor" in scaling:
         pairs = int(16 * row.get("partial_rotary_factor", 1.0)) // 2

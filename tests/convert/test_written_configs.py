@@ -77,6 +77,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "qwen3_moe": {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5},
+    "gpt_oss": {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
+        "swiglu_alpha": 1.5, "swiglu_limit": 5.0, "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "granite": {
         **BIASES, "embedding_multiplier": 12, "residual_multiplier": 2, "logits_scaling": 8,
         "attention_multiplier": 3,

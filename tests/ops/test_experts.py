@@ -91,6 +91,19 @@ def test_row_bits_equal_linear_on_every_isa(name: str, dtype: str) -> None:
         native.isa(before)
 
 
+def test_bias_is_that_of_each_rows_expert() -> None:
+    """Each stack adds the biases of its own; a row of no expert has none."""
+    gate, down = stack("float32"), stack("float32", 7, seed=3)
+    x, expert = jnp.asarray(numbers(4, D, seed=2)), jnp.asarray([1, 4, -1, 0])
+    bias = jnp.asarray(numbers(gate.shape[0], gate.shape[1], seed=5))
+    plain = expert_linears(x, [gate, down], expert)
+    added = expert_linears(x, [gate, down], expert, biases=[bias, None])
+    wanted = np.asarray(plain[0]) + np.asarray(bias)[np.asarray(expert)]
+    np.testing.assert_allclose(added[0][np.array([0, 1, 3])], wanted[[0, 1, 3]], rtol=1e-6)
+    assert not np.asarray(added[0])[2].any()
+    np.testing.assert_array_equal(added[1], plain[1])
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["bfloat16", "int4-g64"])
 def test_many_rows_equal_single_expert_kernel_bitwise(name: str) -> None:
