@@ -114,10 +114,13 @@ def test_sites_equal_transformers_hooks(name: str, tmp_path: Any) -> None:
         bias_D = np.asarray(out.get("bias", np.zeros(1, np.float32)))
         assert_close(x["attn.result"].sum(axis=2) + bias_D, x["attn.output"])
         seen = np.isfinite(x["attn.scores"])
-        weight = np.exp(
-            np.where(seen, x["attn.scores"], -np.inf) - x["attn.scores"].max(-1)[..., None]
-        )
-        assert_close(weight / weight.sum(-1, keepdims=True), x["attn.pattern"])
+        top = x["attn.scores"].max(-1, keepdims=True)
+        weight = np.exp(np.where(seen, x["attn.scores"], -np.inf) - top)
+        total = weight.sum(-1, keepdims=True)
+        if getattr(twin.config, "attention_sinks", False):
+            sink_N = np.asarray(twin.params[f"layers.{layer}"]["self_attn"]["sinks"]["weight"])
+            total = total + np.exp(sink_N[:, None, None] - top)
+        assert_close(weight / total, x["attn.pattern"])
 
 
 def test_site_shapes_follow_their_axes() -> None:

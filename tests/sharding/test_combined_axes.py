@@ -52,12 +52,16 @@ EXPERTS = [
     ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
     ("qwen3_moe", "stage=2,sequence=2,expert=2"),
     ("qwen3_moe", "stage=2,sequence=2:heads,expert=2"),
-    ("gpt_oss", "expert=2,sequence=2"),  # sinks
+    ("gpt_oss", "data=2,expert=2,sequence=2"),  # sinks
     ("gpt_oss", "expert=2,sequence=2:heads"),
     ("gpt_oss", "tensor=2:tokens"),
 ]
 TOKENS = ("sequence=4", "sequence=2:heads")  # without other axes
-EVERY_DAY = ("stage=2,sequence=2,tensor=2:tokens", "expert=2,sequence=2")
+EVERY_DAY = (
+    "stage=2,sequence=2,tensor=2:tokens",
+    "expert=2,sequence=2",
+    "expert=2,sequence=2:heads",
+)
 CASES = [
     case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL)
     for case in STAGES + EXPERTS + QUICK + MORE
