@@ -277,7 +277,13 @@ def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
     names: as `Model.unsharded_paths`; matrices stacked over pipeline stages have one
         more axis.
     """
-    return map_leaves(lambda path, leaf: _freeze(leaf, 3 if len(names(path)) > 1 else 2), params)
+
+    def freeze(path: str, leaf: Any) -> Any:
+        if path.endswith(".bias"):  # those of experts have two axes
+            return leaf
+        return _freeze(leaf, 3 if len(names(path)) > 1 else 2)
+
+    return map_leaves(freeze, params)
 
 
 def _freeze(leaf: Any, ndim: int) -> Any:
