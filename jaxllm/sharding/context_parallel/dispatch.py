@@ -201,7 +201,7 @@ class RingAttention:
         parts: Sequence[Part],
         document_BT: Any,
         *,
-        sink_N: jax.Array | None,
+        sink_N: jax.Array | None = None,
         **options: Any,
     ) -> AttentionResult:
         *cached, new = parts
@@ -238,7 +238,7 @@ class SplitCacheAttention:
         parts: Sequence[Part],
         document_BT: Any,
         *,
-        sink_N: jax.Array | None,
+        sink_N: jax.Array | None = None,
         **options: Any,
     ) -> AttentionResult:
         _check_no_documents(document_BT)
@@ -281,7 +281,7 @@ def _attend_local(
     scale: float,
     window: int | None,
     cap: float | None,
-    sink_N: jax.Array | None,
+    sink_N: jax.Array | None = None,
 ) -> jax.Array:
     if sink_N is not None:
         sink_N = ulysses.take_heads(sink_N[None, None], AXIS)[0, 0]

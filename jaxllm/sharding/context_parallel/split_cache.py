@@ -28,7 +28,7 @@ from jaxllm.sharding.context_parallel.ring import pass_on
 
 
 def attend(
-    queries: Queries, parts: Sequence[Part], axis: str, sink_N: jax.Array | None
+    queries: Queries, parts: Sequence[Part], axis: str, sink_N: jax.Array | None = None
 ) -> jax.Array:
     """Attend with replicated queries to the slots of all devices: `[B, T, N, H]`.
 
