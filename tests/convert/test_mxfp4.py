@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import jaxllm
 from jaxllm.checkpoints.native import dequantize_checkpoint
 from jaxllm.convert.gguf.writer import write_gguf
-from jaxllm.convert.hf import write_hf
+from jaxllm.convert.hf import read_config, write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.experts import expert_linears
@@ -153,3 +153,15 @@ def test_wrong_pieces_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> No
             jaxllm.load(tmp_path / "a")
     with pytest.raises(ConfigError, match="mxfp4 cannot be made by quantizing"):
         as_format(jnp.ones((4, 32)), "mxfp4")
+
+
+def test_defaults_of_gpt_oss_are_those_of_transformers() -> None:
+    """Without settings, rotary positions are scaled by YaRN, and every other layer has a window."""
+    made = transformers.GptOssConfig(num_hidden_layers=3).to_dict()
+    needed = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+              "num_attention_heads")  # fmt: skip
+    config, _ = read_config({name: made[name] for name in needed})
+    assert config == read_config(made)[0]
+    rope = config.layer_rope(0)
+    assert rope is not None and (rope.rope_type, rope.truncate) == ("yarn", False)
+    assert [config.window(i) for i in range(3)] == [128, None, 128]
