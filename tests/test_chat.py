@@ -17,6 +17,7 @@ from jaxllm import cache
 from jaxllm.cli import terminal
 from jaxllm.generation import completion
 from tests.conftest import ROOT, Run, assert_refused, succeed
+from tests.talking_model import write_talker
 
 DEMO = "demo:llama"
 CHAT = ("chat", DEMO, "-n", 8, "--seed", 3)
@@ -39,6 +40,22 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(completion, "reuse_prefix", reuse)
     return found
+
+
+def test_answer_in_channels_shows_thought_and_keeps_content(run: Run, tmp_path: Path) -> None:
+    """Of gpt-oss' channels, the thought is shown before the answer, and only that is kept."""
+    said = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+    )
+    question = [{"role": "user", "content": "Hello"}]
+    write_talker(tmp_path / "m", "harmony", "", 1)
+    prompt = jaxllm.load(tmp_path / "m").chat_prompt(question)
+    write_talker(tmp_path / "m", "harmony", said, len(prompt))
+    command = ("chat", tmp_path / "m", "-n", 200, "--temperature", 0)
+    out, _ = succeed(run, *command, stdin=f"Hello\n/save {tmp_path / 'chat.json'}\n")
+    assert out.startswith("Hm.\n\nHi.\n")
+    kept = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert kept == [*question, {"role": "assistant", "content": "Hi."}]
 
 
 def test_undo_removes_last_turn(run: Run, rests: list[int]) -> None:

@@ -25,6 +25,7 @@ from jaxllm.runtime.schema import as_schema
 if TYPE_CHECKING:
     from jaxllm.cache import KVCache
     from jaxllm.lm import LM
+    from jaxllm.server.harmony import HarmonyText
 
 MIN_ANSWER_TOKENS = 16  # tokens reserved for an answer if max_new_tokens is not set
 STOP_MESSAGE = "stopping the answer; press Ctrl-C again to end the chat"
@@ -173,6 +174,7 @@ class Conversation:
         """Stream an answer to the last message until it ends or Ctrl-C stops it, and store both."""
         messages, prompt = self._fit_context(messages)
         text, cache, reused = "", None, None
+        reader, marks = self._channel_reader()
         if self.cache is not None:
             with contextlib.suppress(JaxllmError):  # its overflow policy has dropped tokens
                 reused = reuse_prefix(self.cache, prompt, 1)[0]
@@ -181,13 +183,33 @@ class Conversation:
         with signals.defer_interrupt(STOP_MESSAGE) as stopped, spinner("reading") as ready:
             for piece in self.lm.stream(prompt, **options):
                 ready()
-                write(piece.text)
-                text, cache = text + piece.text, piece.cache
+                content = piece.text
+                if reader is not None:
+                    content = reader.push(piece.text + marks.get(piece.token, ""))
+                    write(reader.take_thought())
+                    write("\n\n" * bool(content and not text))  # after the thought
+                write(content)
+                text, cache = text + content, piece.cache
                 if stopped():
                     break
+        if reader is not None:
+            rest, _ = reader.finish()
+            write(reader.take_thought() + rest)
+            text += rest
         write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.cache, self.answers = cache, self.answers + 1
+
+    def _channel_reader(self) -> "tuple[HarmonyText | None, dict[int, str]]":
+        """Return what reads an answer in channels and the marks of its tokens, if it has them."""
+        from jaxllm.server.harmony import HarmonyText
+        from jaxllm.server.tools import find_marks, find_style
+
+        template = self.lm.chat_template
+        if isinstance(template, JaxllmError) or find_style(template.select_source([])) != "harmony":
+            return None, {}
+        marks = find_marks(self.lm.tokenizer)
+        return HarmonyText(None), {token: mark for mark, token in marks.items()}
 
     def _fit_context(self, messages: Messages) -> tuple[Messages, list[int]]:
         """Return the messages and their ids, without the oldest turns if overflow drops them.

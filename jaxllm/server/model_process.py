@@ -32,7 +32,7 @@ from jaxllm.errors import (
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 from jaxllm.server.harmony import as_rendered
-from jaxllm.server.tools import MARKS, find_style, tool_grammar
+from jaxllm.server.tools import find_marks, find_style, tool_grammar
 
 if TYPE_CHECKING:
     from jaxllm.generation.completion import Completion, StreamChunk
@@ -384,10 +384,7 @@ class ModelProcess:
     @cached_property
     def _marks(self) -> dict[str, int]:
         """The ids of the marks of calls and thoughts that are special tokens."""
-        tokenizer = self.lm.tokenizer
-        special = () if tokenizer is None else tokenizer.special_ids
-        names = {tokenizer.token(token): token for token in special} if tokenizer else {}
-        return {name: names[name] for name in MARKS if name in names}
+        return find_marks(self.lm.tokenizer)
 
     def _encode_prompt(self, prompt: Any, add_special: bool = True) -> list[int]:
         """Return the ids of a prompt, whose text may name special tokens, as other servers do."""

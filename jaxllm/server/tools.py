@@ -78,6 +78,13 @@ def find_style(template: str) -> str:
     return next((style for sign, style in _SIGNS.items() if sign in template), "")
 
 
+def find_marks(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of those `MARKS` that are special tokens of a tokenizer, or of None."""
+    special = () if tokenizer is None else tokenizer.special_ids
+    names = {tokenizer.token(token): token for token in special}
+    return {name: names[name] for name in MARKS if name in names}
+
+
 def tool_schema(tools: Sequence[Tool], key: str = "arguments") -> dict[str, Any]:
     """Return the JSON schema of a call of one of these functions."""
     calls = [
