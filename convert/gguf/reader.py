@@ -193,12 +193,11 @@ def _locate_tensor(
 def _quantizable_paths(config: ModelConfig, row: GGUFArchitecture) -> set[str]:
     """Return the paths of matrices that may be quantized: all but learned positions."""
     shapes = flatten(param_shapes(build(config)))
+    kept = f"{row.family.position_table}.weight"
     return {
         path
         for path, leaf in shapes
-        if len(leaf.shape) > 1
-        and path not in (f"{row.family.position_table}.weight",)
-        and not path.endswith(".bias")
+        if len(leaf.shape) > 1 and path.endswith(".weight") and path != kept
     }
 
 
