@@ -263,6 +263,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+RECURRENT = ("qwen3_5_text", "lfm2")  # families with recurrent layers
+
 
 @dataclasses.dataclass(frozen=True)
 class Twin:

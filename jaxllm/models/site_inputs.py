@@ -48,6 +48,8 @@ def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     absent = set() if is_mixture else {"router"}
     if is_mixture and not moe.shared_expert_size:
         absent = {"mlp.pre", "mlp.post"}
+    if not config.kv_heads(layer):
+        absent |= {site for site in LAYER_SITES if site.startswith("attn.")} - {"attn.output"}
     return [site for site in LAYER_SITES if site not in absent]
 
 

@@ -75,7 +75,8 @@ def _check_rows(rules: Any) -> list[tuple[str, str | None]]:
 
 
 def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
-    """Return the format that `rules` gives the leaf of `shape` at `path`; None for biases, vectors.
+    """Return the format that `rules` gives the leaf of `shape` at `path`; None for biases, vectors
+    and convolutions.
 
     Rows that are not whole blocks of q4_k, q5_k or q6_k have the format of `FALLBACKS`.
 
@@ -83,7 +84,8 @@ def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
     match = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
-    plain = len(shape) < 2 or path.endswith(".bias")
+    by_channel = len(shape) == 3 and shape[1] == 1  # a convolution
+    plain = len(shape) < 2 or by_channel or path.endswith(".bias")
     name = None if match is None or plain else match[0]
     if name in FALLBACKS and shape[-1] % SUPER:
         return FALLBACKS[name]

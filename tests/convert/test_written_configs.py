@@ -99,6 +99,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"attention_bias": True, "residual_multiplier": 2},
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
+    "qwen3_5_text": {
+        "attention_bias": True, "num_key_value_heads": 4, "linear_conv_kernel_dim": 3,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    },
+    "lfm2": {
+        "conv_L_cache": 5, "conv_bias": True, "num_key_value_heads": 4,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
 }  # fmt: skip
 # Granite 4 has Mamba layers and experts by default; GLM-4-MoE no head size that fits its heads.
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -159,7 +167,7 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
 
 
 # Heads of GPT-2 and OLMo cannot be pruned.
-HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3")]
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", "lfm2")]
 
 
 @pytest.mark.parametrize("family", HEADS)

@@ -26,6 +26,7 @@ from tests.conftest import ROOT
 from tests.tiny_models import VOCAB, assert_close, make_twin, random_model, tokens
 
 FAMILIES = list(models.FAMILIES)
+NORMS = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}  # LFM2's
 T = 9
 
 
@@ -62,12 +63,14 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         before(block, f"{at}.resid_pre")
         after(block, f"{at}.resid_post")
         modules = dict(block.named_modules())
-        attention = next(modules[n] for n in ("self_attn", "attn", "attention") if n in modules)
+        mixers = ("self_attn", "attn", "attention", "linear_attn", "conv")
+        attention = next(modules[n] for n in mixers if n in modules)
         after(attention, f"{at}.attn.output")
         for norm, site in ((family.attention_norm, "attn_norm"), (family.mlp_norm, "mlp_norm")):
             if norm is not None:
-                after(modules[norm], f"{at}.{site}")
-        after(modules["mlp" if "mlp" in modules else "shared_mlp"], f"{at}.mlp.output")
+                after(modules[norm if norm in modules else NORMS[norm]], f"{at}.{site}")
+        mlp = next(modules[n] for n in ("mlp", "shared_mlp", "feed_forward") if n in modules)
+        after(mlp, f"{at}.mlp.output")
         if family.mlp_down in modules:
             before(modules[family.mlp_down], f"{at}.mlp.post")
         if family.router is not None and family.router in modules:
@@ -75,7 +78,7 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         for name in ("mlp.gate_proj", "mlp.c_fc", "mlp.dense_h_to_4h"):
             if name in modules:
                 after(modules[name], f"{at}.mlp.pre")
-    after(body.get_submodule(family.norm), "final_norm")
+    after(getattr(body, "embedding_norm", None) or body.get_submodule(family.norm), "final_norm")
     with _replace_attention(model, attend):
         yield found
     for hook in hooks:
@@ -103,14 +106,16 @@ def test_sites_equal_transformers_hooks(name: str, tmp_path: Any) -> None:
     assert_close(ours["logits"], logits)
     for layer in range(2):
         at = f"blocks.{layer}"
+        if f"{at}.attn.z" not in ours:
+            assert twin.config.kv_heads(layer) == 0
+            continue
         x = {
             site: np.asarray(ours[f"{at}.{site}"]) for site in LAYER_SITES if f"{at}.{site}" in ours
         }
         assert_close(x["resid_mid"], x["resid_pre"] + x["attn_out"])
         assert_close(x["resid_post"], x["resid_mid"] + x["mlp_out"])
-        out = get_module(
-            twin.params[f"{family.layers}.{layer}"], family.linear_groups[1].linears[0]
-        )
+        group = next(g for g in family.linear_groups if g.input == "attn.z")
+        out = get_module(twin.params[f"{family.layers}.{layer}"], group.linears[0])
         bias_D = np.asarray(out.get("bias", np.zeros(1, np.float32)))
         assert_close(x["attn.result"].sum(axis=2) + bias_D, x["attn.output"])
         seen = np.isfinite(x["attn.scores"])

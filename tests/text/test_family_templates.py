@@ -262,6 +262,8 @@ TEMPLATES = {
     "cohere2": COHERE,
     "granitemoehybrid": GRANITE,
     "ministral3": MIXTRAL,
+    "qwen3_5_text": CHATML,
+    "lfm2": CHATML,
     "smollm3": SMOLLM,
     "granite": GRANITE,
     "gpt_neox": NEOX,

@@ -165,7 +165,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(config["vocab_size"])
     windowed = (
-        "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2", "gpt_oss",
+        "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
+        "gpt_oss",
     )  # fmt: skip
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
