@@ -302,6 +302,7 @@ def advance(pending: Pending, position_BT: jax.Array) -> RecurrentState:
     )
 
 
+@jax.custom_jvp
 def _fold_if_needed(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
     """Return `fold(state, into_B)`, computed only if a text goes on with another chunk.
 
@@ -313,6 +314,12 @@ def _fold_if_needed(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
         ((into_B > state.start_B).any(), state),
     )
     return state
+
+
+@_fold_if_needed.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    state, into_B = primals
+    return jax.jvp(lambda state: fold(state, into_B), (state,), (tangents[0],))
 
 
 def write(state: RecurrentState, rows: Rows, position_BT: jax.Array) -> RecurrentState:

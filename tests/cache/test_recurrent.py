@@ -205,6 +205,22 @@ def test_prefix_hits_have_the_bits_of_misses(lm: Any) -> None:
     assert hits == [0, 0, 0, 0, 160, 128, 64, 32]
 
 
+def test_gradients_flow_through_a_cached_state(lm: Any) -> None:
+    """Beyond a boundary, the slope of a logit along the cached state is that of differences."""
+    model, params = lm
+    cache = walk(model.config.model_type)[CHUNK][1]
+    layer = next(i for i, state in enumerate(cache.state) if state is not None)
+
+    def logit(scale: Any) -> Any:
+        rows = cache.state[layer].rows
+        state = cache.state[layer].replace(rows=jax.tree.map(lambda x: x * scale, rows))
+        states = tuple(state if i == layer else x for i, x in enumerate(cache.state))
+        return jaxllm.forward(model, params, cache.replace(state=states), [[5]]).logits[0, 0, 7]
+
+    slope = jax.grad(logit)(1.0)
+    np.testing.assert_allclose(slope, (logit(1.01) - logit(0.99)) / 0.02, rtol=0.05, atol=1e-3)
+
+
 def test_operations_that_a_state_cannot_follow_are_refused(lm: Any) -> None:
     cache = walk(lm[0].config.model_type)[9][1]
     out = jaxllm.forward(*lm, cache, tokens(1, 2))
