@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.config.model import HiddenSize, Positive
 from jaxllm.convert.decoders import LAYER_TYPES, make_table
 from jaxllm.convert.fused_layouts import RenamedLayout
 from jaxllm.convert.tables import Field
@@ -20,6 +21,12 @@ NAMES = {
     f"{_LAYER}mlp.up_proj": f"{_LAYER}feed_forward.w3",
     f"{_LAYER}mlp.down_proj": f"{_LAYER}feed_forward.w2",
 }
+# Fields of published files that transformers does not read.
+UNUSED = frozenset({
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+    "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out",
+    "conv_use_xavier_init", "num_heads", "use_pos_enc",
+})  # fmt: skip
 # Fields that only give the width of the MLP.
 WIDTH = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
 
@@ -58,16 +65,16 @@ TABLES = (
         Field("norm_eps", "norm_eps", 1e-5),
         Field("max_position_embeddings", "max_position_embeddings", 128000),
         Field("tie_word_embeddings", "tie_word_embeddings", True),
-        *(
-            Field(name, name, default, type(default))
-            for name, default in zip(WIDTH, (True, 1.0, 256), strict=True)
-        ),
+        Field("block_auto_adjust_ff_dim", "block_auto_adjust_ff_dim", True, bool),
+        Field("block_ffn_dim_multiplier", "block_ffn_dim_multiplier", 1.0, Positive),
+        Field("block_multiple_of", "block_multiple_of", 256, HiddenSize),
         omit=("rms_norm_eps", "hidden_act", "head_dim"),
         aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
-        ignored_fields=frozenset({"conv_dim", "conv_dim_out", "conv_use_xavier_init"}),
+        ignored_fields=UNUSED,
         layouts=(RenamedLayout(NAMES),),
         derive=_resolve,
         finish=_finish,
         theta=1e6,
+        classifier=None,
     ),
 )

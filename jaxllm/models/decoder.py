@@ -292,7 +292,7 @@ class Block(nn.Module):
         site = context.site_recorder(self.layer)
         x = site("resid_pre", x)
         normed = site("attn_norm", context.gather_tokens(self._norm(before, x)))
-        attended = self._attend(normed, context, site)
+        attended = self._mixer()(normed, context, site)
         y = self._scale_residual(self._norm(after, attended.x))
         x = site("resid_mid", x + site("attn_out", y))
         normed = site("mlp_norm", context.gather_tokens(self._norm(before_mlp, x)))
@@ -300,12 +300,9 @@ class Block(nn.Module):
         x = site("resid_post", x + site("mlp_out", y))
         return Layer(attended, x, site.recorded)
 
-    def _attend(
-        self, x: jax.Array, context: AttentionContext, site: SiteRecorder
-    ) -> AttentionOutput:
-        attention = Attention(self.config, self.precision, self.layer, name="self_attn")
-        output: AttentionOutput = attention(x, context, site)
-        return output
+    def _mixer(self) -> Any:
+        """Return the module that mixes tokens: attention."""
+        return Attention(self.config, self.precision, self.layer, name="self_attn")
 
     def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
         c = self.config

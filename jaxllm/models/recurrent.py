@@ -249,15 +249,12 @@ class RecurrentBlock(decoder.Block):
 
     mixer: ClassVar[tuple[type[nn.Module], str]] = (GatedDeltaNet, "linear_attn")
 
-    def _attend(
-        self, x: jax.Array, context: AttentionContext, site: SiteRecorder
-    ) -> AttentionOutput:
+    def _mixer(self) -> Any:
         if not self.config.is_recurrent(self.layer):
-            return super()._attend(x, context, site)
-        made, name = self.mixer
-        module: Any = made(self.config, self.precision, self.layer, name=name)
-        output: AttentionOutput = module(x, context, site)
-        return output
+            return super()._mixer()
+        module, name = self.mixer
+        made: Any = module
+        return made(self.config, self.precision, self.layer, name=name)
 
 
 class RecurrentDecoder(Decoder):

@@ -94,7 +94,7 @@ class CallSharding:
         Args:
             apply: the module's own call, run by each device.
             row_inputs: inputs for each row, by name.
-            cached: the call's `segments`, and its `memory` if it has one.
+            cached: the call's `segments`, and its `state` if it has one.
 
         Raises:
             ConfigError: for attention mass of a split text.
@@ -143,7 +143,7 @@ class CallSharding:
                 partition_specs.segment_specs(segment, self.batch, self.row_axes, self.axes)
                 for segment in cached["segments"]
             ),
-            "memory": partition_specs.memory_specs(self.model.config, self.row_axes),
+            "state": partition_specs.state_specs(self.model.config, self.row_axes),
         }
         return {name: specs[name] for name in cached}
 

@@ -36,7 +36,7 @@ from jaxllm.weights.types.wrapper import WeightWrapper
 
 RowAxes = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
-MODEL_ONLY = rf"{KEYS_VALUES}|memory\."  # arrays that only the model reads, never the host
+MODEL_ONLY = rf"{KEYS_VALUES}|state\."  # arrays that only the model reads, never the host
 TOKEN_FIELDS = ("position_BS", "token_BS", "patched_BS")
 ROW_AXES = (("data", "expert"), ("data",))  # the first whose size divides the batch is used
 
@@ -126,7 +126,7 @@ def cache_spec(path: str, array: Any, rows: RowAxes, axes: MeshSpec) -> P:
         return P()
     if re.match(KEYS_VALUES, path):
         return P(rows, slot_axis(axes, array.shape[1]), cache_head_axes(axes))
-    return P(rows, KV_HEAD_AXES) if path.startswith("memory.") and array.ndim > 1 else P(rows)
+    return P(rows, KV_HEAD_AXES) if path.startswith("state.") and array.ndim > 1 else P(rows)
 
 
 def segment_specs(segment: Segment, batch: int, rows: RowAxes, axes: MeshSpec) -> Any:
@@ -143,7 +143,7 @@ def segment_specs(segment: Segment, batch: int, rows: RowAxes, axes: MeshSpec) -
     return Segment(**fields)
 
 
-def memory_specs(config: ModelConfig, rows: RowAxes) -> tuple[Any, ...]:
+def state_specs(config: ModelConfig, rows: RowAxes) -> tuple[Any, ...]:
     """Return the specs of what layers store besides keys and values; None for nothing."""
     return tuple(
         jax.tree.map(lambda x: P(rows, KV_HEAD_AXES) if x.ndim else P(rows), config.state_shape(i))
@@ -174,9 +174,9 @@ def trace_specs(
     """
     stream, each = P(rows, split), P(rows, split, STAGE_AXES)
     entries = P(rows, None if axes.use_ulysses else split, cache_head_axes(axes))
-    memory, layer_traces = memory_specs(config, rows), list[Any]()
+    states, layer_traces = state_specs(config, rows), list[Any]()
     for number in layers:
-        attended: list[Any] = [entries, entries, each, P(rows, STAGE_AXES), memory[number]]
+        attended: list[Any] = [entries, entries, each, P(rows, STAGE_AXES), states[number]]
         sites = {
             x: site_spec(x, rows, split) for x in read.intersection(layer_sites(config, number))
         }

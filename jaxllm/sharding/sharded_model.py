@@ -69,7 +69,7 @@ class ShardedModel(ModelSharding, Model):
         column_B: jax.Array | None = None,
         attention_mass: bool = False,
         *,
-        memory: tuple[Any, ...] = (),
+        state: tuple[Any, ...] = (),
         read: frozenset[str] = frozenset(),
         **extra: Any,
     ) -> Trace:
@@ -81,7 +81,7 @@ class ShardedModel(ModelSharding, Model):
             "column_B": column_B,
             **extra,
         }
-        cached = {"segments": segments} | ({"memory": memory} if memory else {})
+        cached = {"segments": segments} | ({"state": state} if state else {})
         batch, columns = token_BT.shape
         call = CallSharding(self, batch, columns, column_B is not None, attention_mass, read)
         local = LocalParams(self, variables["params"], call.row_axes, call.token_slice)

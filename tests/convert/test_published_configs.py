@@ -1,8 +1,8 @@
 """Published config.json files: read as transformers reads them, ignoring neutral fields.
 
 `published_configs.json` has whole files, copied from public code and pages of the Hub, or as
-transformers prints them, without `_name_or_path`. SmolLM3-3B, Granite 4.0 Micro, EXAONE 4.0 1.2B
-and GLM-4 are put together from fields that public pages quote.
+transformers prints them, without `_name_or_path`. SmolLM3-3B, Granite 4.0 Micro, EXAONE 4.0 1.2B,
+GLM-4, Command R7B, Qwen3.5-27B and LFM2-1.2B are put together from fields that public pages quote.
 """
 
 import json

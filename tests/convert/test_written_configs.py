@@ -100,7 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"attention_bias": True, "residual_multiplier": 2},
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
     "qwen3_5_text": {
-        "attention_bias": True, "num_key_value_heads": 4, "linear_conv_kernel_dim": 3,
+        "attention_bias": True, "num_key_value_heads": 2, "linear_conv_kernel_dim": 3,
         "layer_types": ["linear_attention"] * 2 + ["full_attention"],
     },
     "lfm2": {
@@ -115,7 +115,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)
 NATIVE_FIELDS = {"attention", "capacity_factor", "score"}
-FIXED_FIELDS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}
+FIXED_FIELDS = {
+    "lfm2": {"hidden_act"},
+    "llama": {"sliding_window"},
+    "mistral": {"attention_bias", "mlp_bias"},
+}
 
 
 def nondefault_config(family: str) -> Any:

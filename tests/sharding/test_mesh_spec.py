@@ -13,6 +13,7 @@ from jaxllm.sharding.sharded_model import check_int8_blocks
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 from tests.sharding.tiny_models import FAMILIES, make_model
+from tests.tiny_models import random_model
 
 
 def test_mesh_spec_accepts_axes_in_any_order() -> None:
@@ -133,3 +134,11 @@ def test_collectives_are_counted_by_kind_and_bytes() -> None:
         "all-gather": CollectiveStats(1, 64, 64),
         "collective-permute": CollectiveStats(1, 5, 5),
     }
+
+
+def test_recurrent_layers_refuse_a_mesh() -> None:
+    """Their state is on one device."""
+    model, _ = random_model("lfm2")
+    with pytest.raises(ConfigError, match="lfm2 has recurrent layers, which run on one device"):
+        resolve_mesh(parse_mesh("data=2"), model.config)
+    assert resolve_mesh(parse_mesh("data=1"), model.config).num_devices == 1
