@@ -20,11 +20,17 @@ LINEAR = tuple(
 )
 
 
-def rotate_a_quarter(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with its share of rotated dimensions, by default a quarter."""
-    given = [data.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    stated = any(isinstance(settings, Mapping) and SHARE in settings for settings in given)
-    return data if stated else {SHARE: 0.25, **data}
+def prepare_rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with its share of rotated dimensions, by default a quarter.
+
+    For text alone the sections of multimodal positions are equal.
+    """
+    given, shares = dict(data), [data.get(SHARE)]
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(settings := data.get(name), Mapping):
+            given[name] = {k: v for k, v in settings.items() if not k.startswith("mrope_")}
+            shares.append(settings.get(SHARE))
+    return given if any(shares) else {**given, SHARE: 0.25}
 
 
 def resolve_mixers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
@@ -48,7 +54,7 @@ TABLES = (
         Field("head_dim", "head_dim", 256),
         Field("max_position_embeddings", "max_position_embeddings", 32768),
         ignored_fields=frozenset({SHARE}),
-        prepare=rotate_a_quarter,
+        prepare=prepare_rope,
         derive=resolve_mixers,
         classifier="Qwen3_5TextForSequenceClassification",
         architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),

@@ -98,7 +98,9 @@ def shrink(row: Row) -> Row:
         "num_attention_heads": 4, "head_dim": 16, "n_embd": 64, "n_head": 4, "n_layer": 2,
         "n_positions": 32, "n_ctx": 32, "num_experts": 5, "num_local_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 12, "query_pre_attn_scalar": 16,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+        "block_ff_dim": 24, "block_multiple_of": 8, "full_attn_idxs": [1],
     }  # fmt: skip
     tiny = {key: sizes.get(key, value) if value else value for key, value in row.items()}
     if "num_key_value_heads" in row:
