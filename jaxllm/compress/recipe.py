@@ -26,6 +26,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.quantize import is_convolution
 from jaxllm.weights.sparsity import parse as parse_sparsity
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat
@@ -244,7 +245,7 @@ def check_repeats(recipe: Recipe, applied: Sequence[str]) -> None:
 
 def match_paths(shapes: Shapes, rule: str, where: str) -> list[str]:
     """Return the paths of the matrices that match a rule. Raises ConfigError if none does."""
-    matrices = [path for path, shape in shapes.items() if len(shape) >= 2]
+    matrices = [p for p, shape in shapes.items() if len(shape) >= 2 and not is_convolution(shape)]
     paths = [path for path in matrices if first_match([(rule, True)], path)]
     if not paths:
         raise ConfigError(

@@ -25,8 +25,9 @@ def decompose_stream(model: Model, params: Params, tokens_BT: Array) -> dict[str
     """Return the parts of the final norm's output, which add up to it, its scale frozen.
 
     The keys are sites: `embed`, `pos_embed`, `blocks.L.attn.result` (`[B, T, N, D]`, by head),
-    `blocks.L.attn.bias` (attention's output without the heads), `blocks.L.mlp_out`, and
-    `final_norm.bias`. All others are float32 `[B, T, D]`.
+    `blocks.L.attn.bias` (attention's output without the heads), or for a recurrent layer
+    `blocks.L.attn_out`; `blocks.L.mlp_out`, and `final_norm.bias`. All others are float32
+    `[B, T, D]`.
 
     Raises what `jaxllm.forward` raises.
     """
@@ -75,7 +76,7 @@ def _decompose(model: Model, params: Params, token_BT: jax.Array) -> dict[str, j
     names = [name for name in ("embed", "pos_embed") if name in known] + [last, "final_norm"]
     for layer in layers:
         sites = ("attn.result", "attn.output", "attn_out", "mlp_out")
-        names += [f"blocks.{layer}.{site}" for site in sites]
+        names += [name for site in sites if (name := f"blocks.{layer}.{site}") in known]
     read = forward(model, params, None, token_BT, read=names).sites
     site = {name: x.astype(jnp.float32) for name, x in read.items()}
     parts = {name: x for name, x in site.items() if name in ("embed", "pos_embed")}
@@ -84,8 +85,11 @@ def _decompose(model: Model, params: Params, token_BT: jax.Array) -> dict[str, j
         output_BTD, added_BTD = site[f"{at}.attn.output"], site[f"{at}.attn_out"]
         divisor_BTD = jnp.where(output_BTD == 0, 1, output_BTD)
         scale_BTD = jnp.where(output_BTD == 0, 0, added_BTD / divisor_BTD)
-        parts[f"{at}.attn.result"] = site[f"{at}.attn.result"] * scale_BTD[:, :, None]
-        parts[f"{at}.attn.bias"] = added_BTD - parts[f"{at}.attn.result"].sum(axis=2)
+        if (heads := site.get(f"{at}.attn.result")) is None:
+            parts[f"{at}.attn_out"] = added_BTD
+        else:
+            parts[f"{at}.attn.result"] = heads * scale_BTD[:, :, None]
+            parts[f"{at}.attn.bias"] = added_BTD - parts[f"{at}.attn.result"].sum(axis=2)
         parts[f"{at}.mlp_out"] = site[f"{at}.mlp_out"]
 
     def norm(x_BTD: jax.Array) -> jax.Array:

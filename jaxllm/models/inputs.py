@@ -123,8 +123,8 @@ def _check_order(config: ModelConfig, positions_BT: np.ndarray, cache: KVCache |
             skips = real[0] > next_ and config.segment_length is None
             if real[0] < next_ or skips:
                 raise TokenError(
-                    f"row {row}: position {real[0]} is already in the model's state, expected"
-                    f" {next_}. Rewind the cache, or use one forked earlier"
+                    f"row {row}: position {real[0]} is already in the model's state, expected at"
+                    f" least {next_}. Rewind the cache, or use one forked earlier"
                     if not skips
                     else f"row {row}: position {real[0]} does not follow the text, expected {next_}"
                 )

@@ -74,6 +74,11 @@ def _check_rows(rules: Any) -> list[tuple[str, str | None]]:
     return [(regex, canonical_dtype(name)) for regex, name in rows]
 
 
+def is_convolution(shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter of this shape is a convolution by channel, `[X, 1, L]`."""
+    return len(shape) == 3 and shape[1] == 1
+
+
 def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
     """Return the format that `rules` gives the leaf of `shape` at `path`; None for biases, vectors
     and convolutions.
@@ -84,8 +89,7 @@ def find_format(rules: Rules, path: str, shape: tuple[int, ...]) -> str | None:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
     match = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
-    by_channel = len(shape) == 3 and shape[1] == 1  # a convolution
-    plain = len(shape) < 2 or by_channel or path.endswith(".bias")
+    plain = len(shape) < 2 or is_convolution(shape) or path.endswith(".bias")
     name = None if match is None or plain else match[0]
     if name in FALLBACKS and shape[-1] % SUPER:
         return FALLBACKS[name]

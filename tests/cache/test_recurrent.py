@@ -233,7 +233,7 @@ def test_operations_that_a_state_cannot_follow_are_refused(lm: Any) -> None:
             call()
     with pytest.raises(ConfigError, match="trees"):
         jaxllm.forward(*lm, cache, tokens(1, 2), parents=[[-1, 0]])
-    with pytest.raises(TokenError, match="expected 9"):
+    with pytest.raises(TokenError, match="does not follow the text, expected 9"):
         jaxllm.forward(*lm, cache, tokens(1, 2), positions_BT=[[11, 12]])
     with pytest.raises(ConfigError, match="draft"):
         jaxllm.speculative_generate(*lm, tokens(1, 4), draft=lm, max_new_tokens=4)

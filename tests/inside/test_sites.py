@@ -66,6 +66,8 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         mixers = ("self_attn", "attn", "attention", "linear_attn", "conv")
         attention = next(modules[n] for n in mixers if n in modules)
         after(attention, f"{at}.attn.output")
+        if hasattr(attention, "o_proj"):  # heads may be gated before it
+            before(attention.o_proj, f"{at}.attn.z")
         for norm, site in ((family.attention_norm, "attn_norm"), (family.mlp_norm, "mlp_norm")):
             if norm is not None:
                 after(modules[norm if norm in modules else NORMS[norm]], f"{at}.{site}")
