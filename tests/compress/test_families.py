@@ -135,7 +135,8 @@ def _check_dropped(lm: LM, kind: Any) -> None:
         assert "cannot be dropped" in str(error)
         return
     family, masked = models.get_family(lm.config.model_type), dict(lm.params)
-    site = family.linear_groups[{"heads": 1, "channels": 3}[kind]]
+    name = {"heads": "attn.z", "channels": "mlp.post"}[kind]
+    site = next(group for group in family.linear_groups if group.input == name)
     for number in range(lm.config.num_hidden_layers):
         path = f"{family.layers}.{number}"
         weight = get_module(masked[path], site.linears[0])["weight"]

@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models import config_from_dict
 from tests.conftest import Run
-from tests.tiny_models import KINDS, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import KINDS, RECURRENT, assert_close, load_twin, save_random, theirs, tokens
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1000, "factor": 8, "low_freq_factor": 2,
@@ -171,7 +171,7 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
 
 
 # Heads of GPT-2 and OLMo cannot be pruned.
-HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", "lfm2")]
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", *RECURRENT)]
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -200,7 +200,7 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
     assert read_config(made.to_dict())[0] == config
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3"])
+@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3", *RECURRENT])
 def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
     """narrow_config refuses to drop heads of GPT-2 and OLMo 2."""
     with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):

@@ -67,6 +67,10 @@ def narrow_config(config: ModelConfig, kind: Groups, count: int) -> ModelConfig:
             f"heads of {config.model_type} cannot be dropped: queries and keys are normalized over"
             " all heads together"
         )
+    if kind == "heads" and not all(map(config.kv_heads, range(config.num_hidden_layers))):
+        raise ConfigError(
+            f"heads of {config.model_type} cannot be dropped: some of its layers have no attention"
+        )
     attention = config.long_attention(0)
     if kind == "heads" and attention is not None:
         raise ConfigError(
