@@ -124,7 +124,7 @@ def _convert_experts(tensor: LazyTensor, kind: str, columns: int, take: slice) -
 
 
 def _join_experts(parts: list[LazyTensor]) -> LazyTensor:
-    """Return biases or transposed matrices of each expert, whose output rows alternate."""
+    """Return each expert's bias or transposed matrix, with the output rows of the parts in turn."""
     rows, *columns = parts[0].shape[1:]
 
     def read(expert: int) -> np.ndarray:

@@ -21,7 +21,7 @@ UNUSED = frozenset(
 
 
 def _rename_layers(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename attention layers as transformers does, whose default are Mamba layers."""
+    """Rename attention layers as transformers does. Without layer_types, all are Mamba layers."""
     types = data.get("layer_types") or ["mamba"]
     if isinstance(types, list | tuple):
         types = ["full_attention" if kind == "attention" else kind for kind in types]

@@ -31,18 +31,14 @@ UNUSED = frozenset({
 WIDTH = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
 
 
-def resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
-    """Derive missing layer_types from the numbers of the layers with attention."""
+def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+    """Derive missing layer_types from the numbers of the layers with attention; and the width."""
     count, given = fields["num_hidden_layers"], fields.pop("full_attn_idxs")
     if fields["layer_types"] is None:
         full = range(count) if given is None else given
         fields["layer_types"] = tuple(
             "full_attention" if i in full else "conv" for i in range(count)
         )
-
-
-def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
-    resolve_layers(fields, complaints, data)
     fields["hidden_act"] = "silu"
     adjusts, factor, multiple = (fields.pop(name) for name in WIDTH)
     if adjusts:

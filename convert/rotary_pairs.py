@@ -1,4 +1,4 @@
-"""Queries and keys of families whose rotary dimensions lie in pairs.
+"""Queries and keys of families that rotate neighboring dimensions.
 
 Their files rotate dimensions 2i and 2i + 1 of a head by one angle; here they are i and i + d/2 of
 its d rotated dimensions. Rows of the linears are permuted when read, and back when written: scores
@@ -29,7 +29,7 @@ def paired_rows(heads: int, size: int, first: int, width: int) -> np.ndarray:
 
 
 def head_rows(heads: str) -> Callable[[Any], np.ndarray]:
-    """Return the rows of queries or keys whose heads begin with the rotated dimensions.
+    """Return the order of the rows of queries or keys; a head's rotated dimensions come first.
 
     heads: the config field with the head count.
     """
@@ -40,7 +40,7 @@ def head_rows(heads: str) -> Callable[[Any], np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class PairedLayout(FusedLayout):
-    """A linear with rotary pairs: a fused one whose only part is itself, in another row order.
+    """A linear with rotary pairs: a fused linear with one part, in another row order.
 
     file_rows: The file's row for each of ours.
     """

@@ -67,11 +67,18 @@ def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     ignored = {"architectures", *OTHER_TOWERS}
     ignored |= {name for name in text if name.endswith("_token_id") and name not in _SHARED}
     text = {name: value for name, value in text.items() if name not in ignored}
+    plain = drop_mrope(text)
+    return {**_DEFAULTS.get(family, {}), **plain, "model_type": family}
+
+
+def drop_mrope(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the settings of multimodal positions, which text does not need."""
+    plain = dict(data)
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(settings := text.get(name), Mapping):
-            plain = {key: value for key, value in settings.items() if key not in _MROPE}
-            text[name] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
-    return {**_DEFAULTS.get(family, {}), **text, "model_type": family}
+        if isinstance(settings := data.get(name), Mapping):
+            kept = {key: value for key, value in settings.items() if key not in _MROPE}
+            plain[name] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
+    return plain
 
 
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:

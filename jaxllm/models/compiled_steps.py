@@ -93,7 +93,7 @@ def run_model(
     Args:
         length_B: the length of the whole text if these tokens are one chunk of it.
         column_B: compute the logits of this column of each row; by default of all.
-        state: the cache's, for models whose layers keep one.
+        state: `KVCache.state`.
         document_BT: the document that each token belongs to; documents do not attend to each other.
         row_B: the row of the segments that each row of tokens reads; by default its own.
         branches: the nodes of a tree that each row of one token attends to.

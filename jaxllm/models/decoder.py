@@ -139,7 +139,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def use_qk_norm(self) -> bool:
-        """Whether `qk_norm` is applied, in a family some of whose models lack it."""
+        """Whether this model has the norms of `qk_norm`; some models of a family may lack them."""
         return True
 
     @property

@@ -3,9 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import decoder_family
-from jaxllm.models.family import LinearGroup
-from jaxllm.models.recurrent import ShortConvConfig, ShortConvDecoder
+from jaxllm.models.recurrent import ShortConvConfig, ShortConvDecoder, recurrent_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,11 +14,4 @@ class Lfm2Config(ShortConvConfig):
     qk_norm: ClassVar[str | None] = "each head"
 
 
-_ROW = decoder_family(Lfm2Config, ShortConvDecoder)
-FAMILY = dataclasses.replace(
-    _ROW,
-    linear_groups=(
-        LinearGroup("attn_norm", ("conv.in_proj",), "attn.output", "input_layernorm"),
-        *_ROW.linear_groups,
-    ),
-)
+FAMILY = recurrent_family(Lfm2Config, ShortConvDecoder, ("conv.in_proj",))

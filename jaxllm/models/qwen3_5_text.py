@@ -6,9 +6,7 @@ Attention's output is gated; a quarter of each head is rotated.
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import decoder_family
-from jaxllm.models.family import LinearGroup
-from jaxllm.models.recurrent import DeltaNetConfig, RecurrentDecoder
+from jaxllm.models.recurrent import DeltaNetConfig, RecurrentDecoder, recurrent_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +27,8 @@ class Qwen3_5Config(DeltaNetConfig):
         return True
 
 
-_INPUTS = tuple(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))
-_ROW = decoder_family(Qwen3_5Config, RecurrentDecoder)
-FAMILY = dataclasses.replace(
-    _ROW,
-    linear_groups=(
-        LinearGroup("attn_norm", _INPUTS, "attn.output", "input_layernorm"),
-        *_ROW.linear_groups,
-    ),
+FAMILY = recurrent_family(
+    Qwen3_5Config,
+    RecurrentDecoder,
+    tuple(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a")),
 )

@@ -15,7 +15,8 @@ from jaxllm import ops
 from jaxllm.config.model import HeadCount, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, DecoderConfig
+from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
+from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext, AttentionOutput
 from jaxllm.models.modules import Linear, get_param, project
 from jaxllm.models.sites import SiteRecorder
@@ -47,13 +48,6 @@ class RecurrentConfig(DecoderConfig):
 
     def layer_template(self, layer: int) -> int:
         return self.layer_types.index(self.layer_types[layer])
-
-    def state_shape(self, layer: int) -> Any:
-        return self.recurrent_shape() if self.is_recurrent(layer) else None
-
-    def recurrent_shape(self) -> RecurrentState:
-        """Return the shapes of a recurrent layer's state, for one row."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +82,9 @@ class DeltaNetConfig(RecurrentConfig):
             self.linear_num_value_heads * self.linear_value_head_dim,
         )
 
-    def recurrent_shape(self) -> RecurrentState:
+    def state_shape(self, layer: int) -> RecurrentState | None:
+        if not self.is_recurrent(layer):
+            return None
         H, (keys, values) = self.linear_num_key_heads, self.linear_sizes
         heads = (
             H,
@@ -106,7 +102,9 @@ class ShortConvConfig(RecurrentConfig):
     conv_L_cache: HeadCount
     conv_bias: bool = False
 
-    def recurrent_shape(self) -> RecurrentState:
+    def state_shape(self, layer: int) -> RecurrentState | None:
+        if not self.is_recurrent(layer):
+            return None
         return recurrent.state_shapes(self.hidden_size, self.conv_L_cache, None)
 
 
@@ -273,3 +271,12 @@ class ShortConvDecoder(Decoder):
     """A decoder with short convolutions."""
 
     block = ShortConvBlock
+
+
+def recurrent_family(
+    config: type[RecurrentConfig], module: type[Decoder], inputs: tuple[str, ...]
+) -> Family:
+    """Return the row of a family. inputs: the linears that read a recurrent layer's input."""
+    row = decoder_family(config, module)
+    group = LinearGroup("attn_norm", inputs, "attn.output", row.attention_norm)
+    return dataclasses.replace(row, linear_groups=(group, *row.linear_groups))

@@ -222,10 +222,8 @@ def _read_and_write(
     decay_BTHR: since the state's boundary.
     """
     T = decay_BTHR.shape[1]
-    ends = [tokens.query_BTHK] if tokens.update_BTHR is None else [
-        tokens.query_BTHK, tokens.key_BTHK
-    ]  # fmt: skip
-    reads = jnp.stack(ends, axis=1)  # [B, 1 or 2, T, H, K]
+    keys = [] if tokens.update_BTHR is None else [tokens.key_BTHK]
+    reads = jnp.stack([tokens.query_BTHK, *keys], axis=1)  # [B, 1 or 2, T, H, K]
     grown_BTHR1 = jnp.exp(decay_BTHR)[..., None]
     old = einsum("BNTHK,BHRKV->BNTHRV", reads, state.sum_BHRKV) * grown_BTHR1[:, None]
     rows = state.rows

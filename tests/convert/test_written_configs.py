@@ -154,6 +154,16 @@ def test_config_fields_round_trip_through_native_form(family: str) -> None:
     assert read_config(made.to_dict())[0] == config
 
 
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe", "qwen3_5_text"])
+def test_whole_heads_are_written_where_a_part_is_the_default(family: str) -> None:
+    """A rotation of whole heads is read back as one, and not as the family's share."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
+    config, _ = read_config(theirs(family, rope_parameters=rope).to_dict())
+    assert config.layer_rope(1).rotary_dim(config.head_dim) == config.head_dim
+    again, _ = read_config(write_config(config)[0])
+    assert again == config
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
     """A whole float in older native files is written as an integer, since transformers refuses

@@ -80,7 +80,7 @@ class PrefixStore(NamedTuple):
         return Prefix(shared, start, root, keys[first:], first, entries, num_run)
 
     def keep_state(self, cache: KVCache, run: TokenRun, prompt_size: int) -> tuple[Any, ...]:
-        """Return a row's state after tokens that complete a chunk whose entry keeps it, else ().
+        """Return a row's state if these tokens end a chunk whose entry keeps it, else ().
 
         They are the last of a prompt, and each `_STATE_STRIDE`th: a state weighs as much as
         hundreds of tokens.

@@ -117,9 +117,8 @@ def serve(
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
-        ConfigError: If a prefix cache is given for a model with Infini-attention, or shared
-            prefixes for one whose layers keep a state, or a draft for a model without invariant
-            rows.
+        ConfigError: If a prefix cache is given for a model with Infini-attention, shared prefixes
+            for one with recurrent layers, or a draft for one without invariant rows.
         SamplingError: For something else as a draft.
     """
     check_model(model, params)

@@ -122,8 +122,8 @@ def check_states(configs: Sequence[ModelConfig], width: int) -> None:
     """
     if any(config.has_state for config in configs[1:]):
         raise ConfigError(
-            "a model whose layers keep a state cannot be a draft: rejected tokens would have to"
-            " leave it. Use a PromptLookup, or a draft with attention in every layer"
+            "a model with recurrent layers or Infini-attention cannot be a draft: its state cannot"
+            " forget rejected tokens. Use a PromptLookup, or a draft with attention in every layer"
         )
     model = configs[0]
     shapes = [model.state_shape(i) for i in range(model.num_hidden_layers)]
