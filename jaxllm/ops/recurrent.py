@@ -179,10 +179,14 @@ def _run_open(
     """Run at most `CHUNK` tokens, padding last, after a state's rows; return outputs and rows."""
     real_BT = position_BT >= 0
     at_B = position_BT[:, 0] - state.start_B  # the first token's place in the chunk
-    past_BLX = jnp.concatenate([state.before_BLX, state.rows.input_BTX], axis=1)
     window = state.before_BLX.shape[1]
-    places_BL = at_B[:, None].clip(0) + jnp.arange(window, dtype=jnp.int32)[None]
-    inputs_BSX = jnp.concatenate([_take_columns(past_BLX, places_BL), input_BTX], axis=1)
+    place_BL = at_B[:, None].clip(0) + jnp.arange(-window, 0, dtype=jnp.int32)[None]
+    past_BLX = jnp.where(
+        (place_BL >= 0)[..., None],
+        _take_columns(state.rows.input_BTX, place_BL.clip(0)),
+        _take_columns(state.before_BLX, (place_BL + window).clip(0, window - 1)),
+    )
+    inputs_BSX = jnp.concatenate([past_BLX, input_BTX], axis=1)
     conv_BTX = convolve(inputs_BSX, recurrence)
     if recurrence.split is None:
         return conv_BTX, Rows(input_BTX)
