@@ -19,10 +19,10 @@ from jaxllm.cache.kv import (
     check_usable,
     merge_labels,
 )
-from jaxllm.cache.slot_update import update_window, write_at_cursor
 from jaxllm.cache.tree import select_path
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.ops.recurrent import Pending, advance
+from jaxllm.ops.slot_update import update_window, write_at_cursor
 
 
 def commit(cache: KVCache, delta: Delta, node: Any = None, *, donate: bool = False) -> KVCache:
@@ -72,13 +72,20 @@ def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = 
         tail=written,
         cursor=cache.cursor + columns,
         next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
-        state=commit_state(delta.state, delta.position_BS),
+        state=commit_state(delta.state, delta.position_BS, wait_for),
     )
 
 
-def commit_state(state: tuple[Any, ...], position_BT: jax.Array) -> tuple[Any, ...]:
-    """Return `KVCache.state` after tokens at these positions (-1: none). state: `Delta.state`."""
-    return tuple(advance(x, position_BT) if isinstance(x, Pending) else x for x in state)
+def commit_state(
+    state: tuple[Any, ...], position_BT: jax.Array, wait_for: tuple[jax.Array, ...] = ()
+) -> tuple[Any, ...]:
+    """Return `KVCache.state` after tokens at these positions (-1: none).
+
+    Args:
+        state: `Delta.state`.
+        wait_for: As for `ops.slot_update.write_at_cursor`.
+    """
+    return tuple(advance(x, position_BT, wait_for) if isinstance(x, Pending) else x for x in state)
 
 
 _commit = jax.jit(apply_delta)

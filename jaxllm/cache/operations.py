@@ -26,12 +26,12 @@ from jaxllm.cache.kv import (
     cull_mark,
     merge_labels,
 )
-from jaxllm.cache.slot_update import write_slots
 from jaxllm.cache.state_rewind import rewind_state
 from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dequantize, rerotate
 from jaxllm.ops.kv_quant import concat_slots
+from jaxllm.ops.slot_update import write_slots
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array
 

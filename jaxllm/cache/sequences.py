@@ -26,10 +26,10 @@ from jaxllm.cache.kv import (
     init_cache,
 )
 from jaxllm.cache.operations import gather_slots, movable_ropes, rerotate_keys
-from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.slot_update import NO_SLOT, write_slots
 from jaxllm.runtime.validation import check_int
 
 

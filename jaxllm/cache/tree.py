@@ -23,11 +23,11 @@ from jaxllm.cache.kv import (
     check_usable,
 )
 from jaxllm.cache.operations import gather_slots
-from jaxllm.cache.slot_update import write_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.files import check_memory
 from jaxllm.ops.kv_quant import Entries
 from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.slot_update import write_at_cursor
 from jaxllm.runtime.validation import check_int, check_int_array
 
 

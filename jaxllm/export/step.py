@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.kv import Segment
-from jaxllm.cache.slot_update import write_slots
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
+from jaxllm.ops.slot_update import write_slots
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

@@ -13,6 +13,7 @@ heads, R value heads of a key head, K and V their sizes, X channels, L the convo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from flax import struct
 
 from jaxllm.ops.buckets import make_buckets
 from jaxllm.ops.products import einsum
+from jaxllm.ops.slot_update import NO_SLOT, write_slots
 
 CHUNK = 64  # tokens between boundaries
 
@@ -30,14 +32,14 @@ class Rows(struct.PyTreeNode):
 
     Attributes:
         input_BTX: The convolution's inputs.
-        key_BTHK, value_BTHRV: Keys, and what is added under them (d); None without a matrix.
-        decay_BTHR: The sum of decays since the boundary before the token.
+        key_BHTK, value_BHRTV: Keys, and what is added under them (d); None without a matrix.
+        decay_BHRT: The sum of decays since the boundary before the token.
     """
 
     input_BTX: jax.Array
-    key_BTHK: Any = None
-    value_BTHRV: Any = None
-    decay_BTHR: Any = None
+    key_BHTK: Any = None
+    value_BHRTV: Any = None
+    decay_BHRT: Any = None
 
 
 class RecurrentState(struct.PyTreeNode):
@@ -46,7 +48,7 @@ class RecurrentState(struct.PyTreeNode):
     Attributes:
         start_B: int32, the position of the last boundary.
         before_BLX: The convolution's last L - 1 inputs before the boundary; zeros before the text.
-        rows: `[B, CHUNK, ...]`, of the positions from the boundary on; zeros where no token is.
+        rows: CHUNK of them, of the positions from the boundary on; zeros where no token is.
         sum_BHRKV: S at the boundary; None for a convolution alone.
     """
 
@@ -57,7 +59,7 @@ class RecurrentState(struct.PyTreeNode):
 
 
 class Pending(struct.PyTreeNode):
-    """The state that tokens continue, in their chunk, and their rows, `[B, T, ...]`."""
+    """The state that tokens continue, in their chunk, and their rows."""
 
     state: RecurrentState
     rows: Rows
@@ -104,7 +106,7 @@ def state_shapes(
     if heads is None:
         return RecurrentState(start, of(width - 1, channels), Rows(inputs))
     H, R, K, V = heads
-    rows = Rows(inputs, of(CHUNK, H, K), of(CHUNK, H, R, V), of(CHUNK, H, R))
+    rows = Rows(inputs, of(H, CHUNK, K), of(H, R, CHUNK, V), of(H, R, CHUNK))
     return RecurrentState(start, of(width - 1, channels), rows, of(H, R, K, V))
 
 
@@ -150,7 +152,9 @@ def run(
     order_BT = None
     if T > 1:
         order_BT = jnp.argsort(jnp.where(position_BT < 0, jnp.iinfo(jnp.int32).max, position_BT))
-        input_BTX, others, position_BT = _take_columns((input_BTX, others, position_BT), order_BT)
+        input_BTX, others, position_BT = jax.tree.map(
+            partial(_take_tokens, index_BT=order_BT), (input_BTX, others, position_BT)
+        )
     begin_B = position_BT[:, 0] // CHUNK * CHUNK
     if state is None:
         state = empty_state(shapes, B).replace(start_B=jnp.maximum(begin_B, 0))
@@ -158,15 +162,24 @@ def run(
         state = _fold_if_needed(state, begin_B)
     out, rows = _run_open(state, recurrence, input_BTX, others, position_BT)
     if order_BT is not None:
-        out, rows = _take_columns((out, rows), jnp.argsort(order_BT))
+        back_BT = jnp.argsort(order_BT)
+        out = _take_tokens(out, back_BT)
+        rows = map_rows(lambda x, axis: _take_tokens(x, back_BT, axis), rows)
     return out, Pending(state, rows)
 
 
-def _take_columns(tree: Any, index_BT: jax.Array) -> Any:
-    def take(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *[1] * (x.ndim - 2)), 1)
+def _take_tokens(x: jax.Array, index_BT: jax.Array, axis: int = 1) -> jax.Array:
+    B, T = index_BT.shape
+    index = index_BT.reshape(B, *[1] * (axis - 1), T, *[1] * (x.ndim - axis - 1))
+    return jnp.take_along_axis(x, index, axis)
 
-    return jax.tree.map(take, tree)
+
+def map_rows(function: Callable[..., jax.Array], rows: Rows, *others: Rows) -> Rows:
+    """Apply a function to each leaf of rows and the axis of its tokens."""
+    leaves = zip(*map(jax.tree.leaves, (rows, *others)), strict=True)
+    made = [function(*x, axis) for x, axis in zip(leaves, (1, 2, 3, 3), strict=False)]
+    mapped: Rows = jax.tree.unflatten(jax.tree.structure(rows), made)
+    return mapped
 
 
 def _run_open(
@@ -183,27 +196,35 @@ def _run_open(
     place_BL = at_B[:, None].clip(0) + jnp.arange(-window, 0, dtype=jnp.int32)[None]
     past_BLX = jnp.where(
         (place_BL >= 0)[..., None],
-        _take_columns(state.rows.input_BTX, place_BL.clip(0)),
-        _take_columns(state.before_BLX, (place_BL + window).clip(0, window - 1)),
+        _take_tokens(state.rows.input_BTX, place_BL.clip(0)),
+        _take_tokens(state.before_BLX, (place_BL + window).clip(0, window - 1)),
     )
-    inputs_BSX = jnp.concatenate([past_BLX, input_BTX], axis=1)
-    conv_BTX = convolve(inputs_BSX, recurrence)
+    conv_BTX = convolve(jnp.concatenate([past_BLX, input_BTX], axis=1), recurrence)
     if recurrence.split is None:
         return conv_BTX, Rows(input_BTX)
-    tokens = recurrence.split(conv_BTX, others)
-    tokens = jax.tree.map(
-        lambda x: jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0.0), tokens
+    # Without a barrier XLA:CPU computes the convolution again for each of its uses.
+    tokens = jax.lax.optimization_barrier(recurrence.split(conv_BTX, others))
+
+    def heads_first(x: Any, axis: int) -> Any:
+        if x is None:
+            return None
+        real = real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2))
+        return jnp.moveaxis(jnp.where(real, x, 0.0), 1, axis)
+
+    query_BHTK, key_BHTK, value_BHRTV, decay_BHRT, update_BHRT = map(
+        heads_first, tokens, (2, 2, 3, 3, 3)
     )
     # Decays are negative, and zero where no token is.
-    so_far_BHR = state.rows.decay_BTHR.min(axis=1)
-    since_BTHR = jnp.cumsum(tokens.decay_BTHR, axis=1)
-    out, value_BTHRV = _read_and_write(state, tokens, so_far_BHR[:, None] + since_BTHR)
+    so_far_BHR1 = state.rows.decay_BHRT.min(axis=-1, keepdims=True)
+    since_BHRT = so_far_BHR1 + jnp.cumsum(decay_BHRT, axis=-1)
+    out, value_BHRTV = _read_and_write(
+        state, query_BHTK, key_BHTK, value_BHRTV, since_BHRT, update_BHRT
+    )
     # A row counts its decays from the boundary before its own token, of which one may be new.
-    new_BT = position_BT // CHUNK * CHUNK > state.start_B[:, None]
-    new_BT11 = new_BT[..., None, None]
-    own_BTHR = jnp.cumsum(jnp.where(new_BT11, tokens.decay_BTHR, 0.0), axis=1)
-    decay_BTHR = jnp.where(new_BT11, own_BTHR, so_far_BHR[:, None] + since_BTHR)
-    return out, Rows(input_BTX, tokens.key_BTHK, value_BTHRV, decay_BTHR)
+    new_B11T = (position_BT // CHUNK * CHUNK > state.start_B[:, None])[:, None, None]
+    own_BHRT = jnp.cumsum(jnp.where(new_B11T, decay_BHRT, 0.0), axis=-1)
+    rows = Rows(input_BTX, key_BHTK, value_BHRTV, jnp.where(new_B11T, own_BHRT, since_BHRT))
+    return jnp.moveaxis(out, 3, 1), rows
 
 
 def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
@@ -219,55 +240,77 @@ def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
 
 
 def _read_and_write(
-    state: RecurrentState, tokens: Tokens, decay_BTHR: jax.Array
+    state: RecurrentState,
+    query_BHTK: jax.Array,
+    key_BHTK: jax.Array,
+    value_BHRTV: jax.Array,
+    decay_BHRT: jax.Array,
+    update_BHRT: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what the queries read, and what is added under the keys, both `[B, T, H, R, V]`.
+    """Return what the queries read, and what is added under the keys, both `[B, H, R, T, V]`.
 
-    decay_BTHR: since the state's boundary.
+    decay_BHRT: since the state's boundary.
     """
-    T = decay_BTHR.shape[1]
-    keys = [] if tokens.update_BTHR is None else [tokens.key_BTHK]
-    reads = jnp.stack([tokens.query_BTHK, *keys], axis=1)  # [B, 1 or 2, T, H, K]
-    grown_BTHR1 = jnp.exp(decay_BTHR)[..., None]
-    old = einsum("BNTHK,BHRKV->BNTHRV", reads, state.sum_BHRKV) * grown_BTHR1[:, None]
+    T = query_BHTK.shape[2]
+    times = 1 if update_BHRT is None else 2  # keys read too
+    reads_BHNK = jnp.concatenate([query_BHTK, key_BHTK][:times], axis=2)
+    decay_BHRN = jnp.concatenate([decay_BHRT] * times, axis=3)
+    each_BHRNK = jnp.broadcast_to(reads_BHNK[:, :, None], (*decay_BHRN.shape, reads_BHNK.shape[3]))
     rows = state.rows
-    gap_BTHRC = decay_BTHR[..., None] - jnp.moveaxis(rows.decay_BTHR, 1, -1)[:, None]
+    old = einsum("BHRNK,BHRKV->BHRNV", each_BHRNK, state.sum_BHRKV)
+    old *= jnp.exp(decay_BHRN)[..., None]
     # Unused rows are zeros, so that they add nothing; the minimum keeps their factor finite.
-    factor = jnp.exp(jnp.minimum(gap_BTHRC, 0.0))
-    score = einsum("BNTHK,BCHK->BNTHC", reads, rows.key_BTHK)
-    weight = score[:, :, :, :, None] * factor[:, None]
-    old += einsum("BNTHRC,BCHRV->BNTHRV", weight, rows.value_BTHRV)
+    factor = jnp.exp(jnp.minimum(decay_BHRN[..., None] - rows.decay_BHRT[..., None, :], 0.0))
+    score = einsum("BHNK,BHCK->BHNC", reads_BHNK, rows.key_BHTK)
+    old += einsum("BHRNC,BHRCV->BHRNV", score[:, :, None] * factor, rows.value_BHRTV)
+    if update_BHRT is not None:
+        value_BHRTV = update_BHRT[..., None] * (value_BHRTV - old[:, :, :, T:])
+        old = old[:, :, :, :T]
     if T == 1:
-        value = _added(tokens, old)
-        score = einsum("BTHK,BTHK->BTH", tokens.query_BTHK, tokens.key_BTHK)
-        return old[:, 0] + score[..., None, None] * value, value
-    gap_BHRTS = _by_head(decay_BTHR)[..., :, None] - _by_head(decay_BTHR)[..., None, :]
+        score = einsum("BHTK,BHTK->BHT", query_BHTK, key_BHTK)
+        return old + score[:, :, None, :, None] * value_BHRTV, value_BHRTV
+    gap_BHRTS = decay_BHRT[..., :, None] - decay_BHRT[..., None, :]
     earlier_TS, upto_TS = (jnp.tri(T, k=k, dtype=bool)[None, None, None] for k in (-1, 0))
     factor = jnp.exp(jnp.where(upto_TS, gap_BHRTS, -jnp.inf))
-    score = einsum("BNTHK,BSHK->BNHTS", reads, tokens.key_BTHK)
-    value = _added(tokens, old)
-    if tokens.update_BTHR is not None:
-        share_BHRT1 = _by_head(tokens.update_BTHR)[..., None]
-        lower = jnp.where(earlier_TS, score[:, 1, :, None] * factor * share_BHRT1, 0.0)
-        value = jnp.moveaxis(
-            jax.lax.linalg.triangular_solve(
-                lower, jnp.moveaxis(value, 1, 3),
-                left_side=True, lower=True, unit_diagonal=True,
-            ), 3, 1,
-        )  # fmt: skip
-    new = einsum("BHRTS,BSHRV->BTHRV", score[:, 0, :, None] * factor, value)
-    return old[:, 0] + new, value
+    score = einsum("BHNK,BHSK->BHNS", reads_BHNK, key_BHTK)[:, :, None]
+    if update_BHRT is not None:
+        lower = jnp.where(earlier_TS, score[:, :, :, T:] * factor * update_BHRT[..., None], 0.0)
+        value_BHRTV = einsum("BHRTS,BHRSV->BHRTV", _invert_unit_lower(lower), value_BHRTV)
+    new = einsum("BHRTS,BHRSV->BHRTV", score[:, :, :, :T] * factor, value_BHRTV)
+    return old + new, value_BHRTV
 
 
-def _by_head(x_BTHR: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x_BTHR, 1, 3)
+def _invert_unit_lower(lower_XTT: jax.Array) -> jax.Array:
+    """Return the inverse of 1 + A, for A zero on and above the diagonal, `[..., T, T]`.
 
+    Blocks of 4 are (1 - A)(1 + A^2), since A^4 = 0; two inverted blocks give one of twice the size.
+    LAPACK's solver would start threads of its own beside XLA's.
+    """
+    *batch, T, _ = lower_XTT.shape
+    size, full = 4, 4 << max(0, (T - 1).bit_length() - 2)
+    padded = jnp.pad(lower_XTT, [(0, 0)] * len(batch) + [(0, full - T)] * 2)
+    blocks = padded.reshape(-1, full // size, size, full // size, size)
 
-def _added(tokens: Tokens, read: jax.Array) -> jax.Array:
-    """Return what tokens add if there is none among them before: read has what keys read last."""
-    if tokens.update_BTHR is None:
-        return tokens.value_BTHRV
-    return tokens.update_BTHR[..., None] * (tokens.value_BTHRV - read[:, 1])
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return einsum("XNTS,XNSU->XNTU", a, b)
+
+    a = jnp.stack([blocks[:, i, :, i] for i in range(full // size)], axis=1)
+    one = jnp.eye(size, dtype=a.dtype)[None, None]
+    inverse = product(one - a, one + product(a, a))
+    while size < full:
+        pairs = padded.reshape(-1, full // size, size, full // size, size)
+        left = jnp.stack([pairs[:, i + 1, :, i] for i in range(0, full // size, 2)], axis=1)
+        above, below = inverse[:, ::2], inverse[:, 1::2]
+        corner = -product(below, product(left, above))
+        inverse = jnp.concatenate(
+            [
+                jnp.concatenate([above, jnp.zeros_like(above)], axis=-1),
+                jnp.concatenate([corner, below], axis=-1),
+            ],
+            axis=-2,
+        )
+        size *= 2
+    return inverse[:, 0, :T, :T].reshape(lower_XTT.shape)
 
 
 def fold(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
@@ -276,12 +319,11 @@ def fold(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
     window = state.before_BLX.shape[1]
     total = None
     if state.sum_BHRKV is not None:
-        end_BHR = rows.decay_BTHR.min(axis=1)
-        factor_BTHR = jnp.exp(jnp.minimum(end_BHR[:, None] - rows.decay_BTHR, 0.0))
-        added = einsum(
-            "BTHK,BTHRV->BHRKV", rows.key_BTHK, rows.value_BTHRV * factor_BTHR[..., None]
-        )
-        total = state.sum_BHRKV * jnp.exp(end_BHR)[..., None, None] + added
+        end_BHR1 = rows.decay_BHRT.min(axis=-1, keepdims=True)
+        factor_BHRT = jnp.exp(jnp.minimum(end_BHR1 - rows.decay_BHRT, 0.0))
+        weighted = rows.value_BHRTV * factor_BHRT[..., None]
+        added = einsum("BHTK,BHRTV->BHRKV", rows.key_BHTK, weighted)
+        total = state.sum_BHRKV * jnp.exp(end_BHR1)[..., None] + added
     last_BLX = rows.input_BTX[:, CHUNK - window :]
     folded = RecurrentState(into_B, last_BLX, jax.tree.map(jnp.zeros_like, rows), total)
     moves_B = into_B > state.start_B
@@ -293,15 +335,19 @@ def fold(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
     return chosen
 
 
-def advance(pending: Pending, position_BT: jax.Array) -> RecurrentState:
-    """Return the state after tokens at these positions (-1: not committed)."""
+def advance(
+    pending: Pending, position_BT: jax.Array, wait_for: tuple[jax.Array, ...] = ()
+) -> RecurrentState:
+    """Return the state after tokens at these positions (-1: not committed).
+
+    wait_for: As for `slot_update.write_at_cursor`.
+    """
     state, rows = pending.state, pending.rows
-    state = write(state, rows, position_BT)
+    state = write(state, rows, position_BT, wait_for)
     if position_BT.shape[1] == 1:
         return state
-    return write(
-        _fold_if_needed(state, position_BT.max(axis=1) // CHUNK * CHUNK), rows, position_BT
-    )
+    into_B = position_BT.max(axis=1) // CHUNK * CHUNK
+    return write(_fold_if_needed(state, into_B), rows, position_BT)
 
 
 @jax.custom_jvp
@@ -324,25 +370,35 @@ def _(primals: Any, tangents: Any) -> Any:
     return jax.jvp(lambda state: fold(state, into_B), (state,), (tangents[0],))
 
 
-def write(state: RecurrentState, rows: Rows, position_BT: jax.Array) -> RecurrentState:
+def write(
+    state: RecurrentState,
+    rows: Rows,
+    position_BT: jax.Array,
+    wait_for: tuple[jax.Array, ...] = (),
+) -> RecurrentState:
     """Write the rows of the tokens that are in the state's chunk."""
     place_BT = position_BT - state.start_B[:, None]
     is_inside = (position_BT >= 0) & (place_BT >= 0) & (place_BT < CHUNK)
-    place_BT = jnp.where(is_inside, place_BT, CHUNK)
-    row_B1 = jnp.arange(place_BT.shape[0], dtype=jnp.int32)[:, None]
-    written: Rows = jax.tree.map(
-        lambda old, new: old.at[row_B1, place_BT].set(new, mode="drop"), state.rows, rows
-    )
-    return state.replace(rows=written)
+    slot_BT = jnp.where(is_inside, place_BT, NO_SLOT)
+
+    def write_leaf(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        flat_XTY, new_XTY = (x.reshape(-1, *x.shape[axis:]) for x in (old, new))
+        slot_XT = jnp.repeat(slot_BT, len(flat_XTY) // len(slot_BT), axis=0)
+        return write_slots(flat_XTY, new_XTY, slot_XT, wait_for=wait_for).reshape(old.shape)
+
+    return state.replace(rows=map_rows(write_leaf, state.rows, rows))
 
 
 def drop(state: RecurrentState, next_B: jax.Array) -> RecurrentState:
     """Return the state before position `next_B`, which is in its chunk, or 0: the empty state."""
     kept_BC = jnp.arange(CHUNK, dtype=jnp.int32)[None] < (next_B - state.start_B)[:, None]
     kept_BC &= (next_B > 0)[:, None]
-    rows = jax.tree.map(
-        lambda x: jnp.where(kept_BC.reshape(*kept_BC.shape, *[1] * (x.ndim - 2)), x, 0), state.rows
-    )
+
+    def keep(x: jax.Array, axis: int) -> jax.Array:
+        shape = (len(x), *[1] * (axis - 1), CHUNK, *[1] * (x.ndim - axis - 1))
+        return jnp.where(kept_BC.reshape(shape), x, 0)
+
+    rows = map_rows(keep, state.rows)
 
     def clear(x: jax.Array) -> jax.Array:
         return jnp.where((next_B > 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)

@@ -37,7 +37,7 @@ class Model:
 
     @property
     def cache_writer(self) -> Callable[..., Any] | None:
-        """Writes new entries into a cache's tail; None: `cache.slot_update.write_at_cursor`.
+        """Writes new entries into a cache's tail; None: `ops.slot_update.write_at_cursor`.
 
         It is compared by value.
         """

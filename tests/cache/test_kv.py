@@ -10,11 +10,11 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, drop_range, fork, rewind, shift
 from jaxllm.cache.kv import cache_nbytes
-from jaxllm.cache.slot_update import update_window
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.generation.sampling.truncation import Temperature
 from jaxllm.models import build
 from jaxllm.ops import Int8Entries, cast, dequantize
+from jaxllm.ops.slot_update import update_window
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, lm_of, peek
 from tests.tiny_models import random_model, tokens

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment
-from jaxllm.cache.slot_update import NO_SLOT
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, SamplingError
 from jaxllm.generation.loops.finish import NO_TOKEN, put_rows, select_rows, take_rows
@@ -40,6 +39,7 @@ from jaxllm.generation.sampling.sampler import Context, apply_processors
 from jaxllm.models.inputs import check_model
 from jaxllm.ops.recurrent import CHUNK, RecurrentState
 from jaxllm.ops.row_sums import softmax
+from jaxllm.ops.slot_update import NO_SLOT
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model

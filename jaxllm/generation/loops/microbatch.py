@@ -17,11 +17,11 @@ from flax import struct
 from jaxllm import steps
 from jaxllm.cache.commit import commit_state
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, cast_delta
-from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.loops.finish import put_rows, take_rows
 from jaxllm.models.modules import select_columns
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops.padding import next_power_of_two
+from jaxllm.ops.slot_update import NO_SLOT, write_slots
 from jaxllm.ops.target import Program, is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -271,7 +271,7 @@ def run_own_slots(
         model, params, (*pool, tail), state, microbatch, vectors_PD, output_kind
     )
     row_R = microbatch.row_R
-    after = commit_state(delta.state, delta.position_BS)
+    after = commit_state(delta.state, delta.position_BS, waits)
     new = cast_delta(delta, tail)
     tail = write_slots(tail, new, microbatch.slot_RT, row_R, wait_for=waits)
     return out, tail, put_rows(state, row_R, after), sites

@@ -14,7 +14,6 @@ from flax import struct
 
 from jaxllm.cache.commit import commit_state
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta, replicate_for_host
-from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.generation.loops.draft import (
     Acceptance,
     PromptLookup,
@@ -28,6 +27,8 @@ from jaxllm.generation.loops.microbatch import Microbatch, run_tokens
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.ops.recurrent import map_rows
+from jaxllm.ops.slot_update import NO_SLOT, write_slots
 from jaxllm.ops.target import Program
 from jaxllm.steps import MassMode, run_and_commit
 from jaxllm.weights.model import Model
@@ -140,7 +141,7 @@ def run_round(
         rows, drawn = _draw_columns(plan, inputs, rows, live_R, logits_RTV, token_RT, q_KRV)
         ran_RT = jnp.where(drawn.valid_B.T, position_RT, EMPTY)
         slot_RT = jnp.where(ran_RT >= 0, ran_RT, NO_SLOT)
-        after = commit_state(delta.state, ran_RT)
+        after = commit_state(delta.state, ran_RT, waits)
         state = put_rows(state, inputs.row_R, after)
         target = write_slots(
             target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
@@ -174,13 +175,13 @@ def _run_columns(
         past = ((*inputs.frozen, tails.target), tails.state)
         return run_tokens(plan.model, inputs.params, *past, places, None, "logits")[:3]
 
-    def widen(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, plan.width), *[(0, 0)] * (x.ndim - 2)))
+    def widen(x: jax.Array, axis: int = 1) -> jax.Array:
+        return jnp.pad(x, [(0, plan.width if i == axis else 0) for i in range(x.ndim)])
 
     def run_first(places: Microbatch) -> Any:
         first = {name: getattr(places, name)[:, :1] for name in ("token_RT", "position_RT")}
         logits_R1V, delta, waits = run_all(places.replace(**first))
-        states = tuple(x and x.replace(rows=jax.tree.map(widen, x.rows)) for x in delta.state)
+        states = tuple(x and x.replace(rows=map_rows(widen, x.rows)) for x in delta.state)
         wide = jax.tree.map(widen, (logits_R1V, delta.replace(state=()), waits))
         return wide[0], wide[1].replace(state=states), wide[2]
 

@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
-from jaxllm.cache.slot_update import NO_SLOT, delay_entries, write_at_cursor
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import ParallelHooks
 from jaxllm.ops import Part
 from jaxllm.ops.attention import Queries, attend
 from jaxllm.ops.masked import attend_with_mask, document_mask
+from jaxllm.ops.slot_update import NO_SLOT, delay_entries, write_at_cursor
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel import ring, split_cache, ulysses, zigzag
 from jaxllm.sharding.context_parallel.ring import pass_on
@@ -308,7 +308,7 @@ def _check_no_documents(document_BT: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SplitCacheWriter:
-    """`cache.slot_update.write_at_cursor` for a tail with S / n slots on each of n devices.
+    """`ops.slot_update.write_at_cursor` for a tail with S / n slots on each of n devices.
 
     Split entries rotate over the devices, so that none ever holds all of them.
     """
