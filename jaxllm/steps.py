@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.cache.commit import check_fits
 from jaxllm.cache.kv import Delta, KVCache, TreeDelta, check_usable, merge_labels
 from jaxllm.cache.tree import plan_tree
-from jaxllm.errors import ConfigError, TokenError
+from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.models.compiled_steps import (
     DECODE_STEP,
     PREFILL,
@@ -48,6 +48,7 @@ from jaxllm.models.site_inputs import (
     label_cache,
 )
 from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits
+from jaxllm.ops.recurrent import CHUNK
 from jaxllm.ops.target import is_accelerator
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
@@ -156,10 +157,10 @@ def _forward_tree(
     """Run new nodes of a tree; see `forward`."""
     config = model.config
     is_long = any(map(config.long_attention, range(config.num_hidden_layers)))
-    if model.is_sharded or is_long or config.has_state:
+    if model.is_sharded or is_long:
         raise ConfigError(
-            "trees need a model on one device, without long-context attention or recurrent layers."
-            " Run the branches as rows: jaxllm.cache.fork"
+            "trees need a model on one device, without long-context attention. Run the branches as"
+            " rows: jaxllm.cache.fork"
         )
     if parents_BN is None:
         raise TokenError("tree= needs parents=, the number of each new node's parent")
@@ -169,7 +170,12 @@ def _forward_tree(
         check_usable(cache)
         check_cache(config, cache, B)
     plan = plan_tree(cache, parents_BN, tree, shape)
-    check_inputs(model, cache, tokens_BN, plan.position_BM[:, :N])
+    if config.has_state and plan.path_BMP.shape[2] > CHUNK:
+        raise CapacityError(
+            f"paths of a tree have at most {CHUNK} nodes in a model with recurrent layers. Commit a"
+            " part of the path first"
+        )
+    check_inputs(model, cache, tokens_BN, plan.position_BM[:, :N], is_tree=True)
     checked = check_edits(model, edits, B, 1, None)
     made_with_B = fingerprint(checked, B)
     for before in (x for x in (cache, tree) if x is not None):
@@ -181,9 +187,9 @@ def _forward_tree(
         lambda x: x if x.shape[0] == 1 else array_namespace(x).repeat(x, M, axis=0), checked
     )
     out: Output = run_tree(
-        model, params, () if cache is None else cache.segments, grown, tokens_BM.astype(np.int32),
-        plan.first, plan.path_BMP, plan.position_BM, by_node, plan.parent_BS.shape[1],
-        hidden_states, names,
+        model, params, () if cache is None else cache.segments,
+        () if cache is None else cache.state, grown, tokens_BM.astype(np.int32), plan.first,
+        plan.path_BMP, plan.position_BM, by_node, plan.parent_BS.shape[1], hidden_states, names,
     )  # fmt: skip
     sites = {name: out.sites[name] for name in names}
     if M > N:
@@ -193,7 +199,7 @@ def _forward_tree(
             out = out.replace(hidden_states=tuple(x[:, :N] for x in out.hidden_states or ()))
     new = out.delta
     delta = TreeDelta(
-        new.k, new.v, new.position_BS, new.token_BS, new.patched_BS, (), made_with_B,
+        new.k, new.v, new.position_BS, new.token_BS, new.patched_BS, new.state, made_with_B,
         plan.parent_BS, plan.size, plan.start_B,
     )  # fmt: skip
     return out.replace(delta=delta, sites=sites)

@@ -25,6 +25,7 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.operations import gather_slots
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.files import check_memory
+from jaxllm.ops import recurrent_tree
 from jaxllm.ops.kv_quant import Entries
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.ops.slot_update import write_at_cursor
@@ -37,14 +38,17 @@ class Branches(NamedTuple):
     Attributes:
         position_RP: int32, the nodes' positions, -1 for none.
         new_RP: int32, the row of a node that is among the new tokens.
-        old_RP: int32, the place of a node that is not, over all rows of `nodes`; -1 for a new one.
+        place_BMP: int32, the nodes' places among those that have run before and then the new ones
+            of the row; -1 for none.
+        old_RP: int32, the place of a node that is not new, over all rows of `nodes`; -1 for others.
         nodes: Nodes that have run before; None if there are none.
     """
 
     position_RP: jax.Array
     new_RP: jax.Array
+    place_BMP: jax.Array
     old_RP: Any = None
-    nodes: Segment | None = None
+    nodes: TreeDelta | None = None
 
     def gather(self, new: Entries, layer: int, name: str) -> Entries:
         """Return the nodes' keys or values, `[R, P, K, H]`. new: of the new tokens, `[R, 1, ...]`.
@@ -86,6 +90,7 @@ def init_tree(cache: KVCache, slots: int) -> TreeDelta:
     empty_BS = np.full((B, slots), EMPTY, np.int32)
     return TreeDelta(
         nodes.k, nodes.v, jax.device_put(empty_BS), nodes.token_BS, nodes.patched_BS,
+        tuple(x and recurrent_tree.empty_nodes(x, slots) for x in cache.state),
         parent_BS=empty_BS, size=np.int32(0), start_B=cache.next_position_B,
     )  # fmt: skip
 
@@ -179,11 +184,13 @@ def branches_of(path_BMP: jax.Array, position_BM: jax.Array, first: Any, tree: A
     row_B11 = jnp.arange(B, dtype=jnp.int32)[:, None, None]
     new_BMP = row_B11 * M + (path_BMP - first).clip(0, M - 1)
     if tree is None:
-        return Branches(position_BMP.reshape(-1, P), new_BMP.reshape(-1, P))
+        return Branches(position_BMP.reshape(-1, P), new_BMP.reshape(-1, P), path_BMP)
+    shift = tree.parent_BS.shape[1] - first
+    place_BMP = jnp.where(path_BMP < first, path_BMP, path_BMP + shift)
     old_BMP = jnp.where(path_BMP < first, row_B11 * tree.parent_BS.shape[1] + path_BMP, EMPTY)
     old_BMP = jnp.where(path_BMP >= 0, old_BMP, EMPTY)
     position_RP, new_RP, old_RP = (x.reshape(-1, P) for x in (position_BMP, new_BMP, old_BMP))
-    return Branches(position_RP, new_RP, old_RP, tree)
+    return Branches(position_RP, new_RP, place_BMP, old_RP, tree)
 
 
 def append_nodes(
@@ -199,7 +206,11 @@ def append_nodes(
             lambda x: jnp.pad(x, ((0, 0), (0, room), *[(0, 0)] * (x.ndim - 2))), nodes
         ).replace(position_BS=position_BS)
     grown = write_at_cursor(first, nodes, cast_delta(new, nodes), wait_for)
-    return Delta(grown.k, grown.v, grown.position_BS, grown.token_BS, grown.patched_BS)
+    state = tuple(
+        old and recurrent_tree.append_nodes(old, x, first, slots)
+        for old, x in zip(tree.state, new.state, strict=True)
+    )
+    return Delta(grown.k, grown.v, grown.position_BS, grown.token_BS, grown.patched_BS, state)
 
 
 def as_segment(nodes: Segment) -> Segment:
@@ -233,7 +244,8 @@ def select_path(tree: TreeDelta, node: Any, next_position_B: Any) -> Delta:
     order_BP = xp.take_along_axis(path_BP, (length_B1 - 1 - at_1P).clip(0), axis=1)
     path = gather_slots((as_segment(tree),), order_BP.astype(np.int32), order_BP.shape[1])
     position_BP = jnp.where(at_1P < length_B1, path.position_BS, EMPTY)
-    return Delta(path.k, path.v, position_BP, path.token_BS, path.patched_BS, (), tree.edits_B)
+    state = tuple(x and recurrent_tree.take_nodes(x, order_BP.clip(0)) for x in tree.state)
+    return Delta(path.k, path.v, position_BP, path.token_BS, path.patched_BS, state, tree.edits_B)
 
 
 def _as_parents(parents_BN: Any, shape: tuple[int, ...]) -> Any:

@@ -193,11 +193,12 @@ def run_forward(
     return Output(trace.logits, delta, hidden, mass, stacked, trace.read_sites(names))
 
 
-@partial(jax.jit, static_argnums=(0, 9, 10, 11))
+@partial(jax.jit, static_argnums=(0, 10, 11, 12))
 def run_tree(
     model: Model,
     params: Params,
     segments: Segments,
+    state: tuple[Any, ...],
     tree: TreeDelta | None,
     token_BM: jax.Array,
     first: jax.Array,
@@ -213,7 +214,7 @@ def run_tree(
     trace, delta, _ = run_model(
         model, params, segments, token_BM.reshape(-1, 1), position_BM.reshape(-1, 1),
         row_B=jnp.repeat(jnp.arange(B, dtype=jnp.int32), M) if segments and B > 1 else None,
-        branches=branches_of(path_BMP, position_BM, first, tree), edits=edits,
+        branches=branches_of(path_BMP, position_BM, first, tree), edits=edits, state=state,
         read=sites_to_record(names),
     )  # fmt: skip
 
@@ -222,7 +223,7 @@ def run_tree(
 
     hidden = tuple(map(by_row, trace.hidden_states)) if hidden_states else None
     sites = {name: by_row(x) for name, x in trace.read_sites(names).items()}
-    nodes: Delta = jax.tree.map(by_row, delta)
+    nodes: Delta = jax.tree.map(by_row, delta.replace(state=())).replace(state=delta.state)
     if tree is not None:
         waits = tuple(map(by_row, trace.read_outputs))
         nodes = append_nodes(tree, nodes, first, slots, waits)

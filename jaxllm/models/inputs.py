@@ -50,9 +50,17 @@ def check_predicts_tokens(config: ModelConfig) -> None:
 
 
 def check_inputs(
-    model: Model, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
+    model: Model,
+    cache: KVCache | None,
+    tokens_BT: Array,
+    positions_BT: Array | None,
+    *,
+    is_tree: bool = False,
 ) -> tuple[Any, Any]:
-    """Return checked tokens and positions as int32. Raises as the steps do."""
+    """Return checked tokens and positions as int32. Raises as the steps do.
+
+    is_tree: whether the tokens are nodes, so that positions need not be in order.
+    """
     config: ModelConfig = model.config
     tokens_BT = as_array("tokens", tokens_BT)
     if positions_BT is not None:
@@ -70,7 +78,7 @@ def check_inputs(
     for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
-    if config.has_state and is_concrete(positions_BT):
+    if config.has_state and not is_tree and is_concrete(positions_BT):
         _check_order(config, np.asarray(positions_BT), cache)
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
         check_token_ranges(config, np.asarray(tokens_BT), np.asarray(positions_BT))

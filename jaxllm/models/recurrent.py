@@ -22,6 +22,7 @@ from jaxllm.models.modules import Linear, get_param, project
 from jaxllm.models.sites import SiteRecorder
 from jaxllm.ops import recurrent
 from jaxllm.ops.recurrent import Recurrence, RecurrentState, Tokens
+from jaxllm.ops.recurrent_tree import run_tree
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.precision import Precision
 
@@ -206,21 +207,31 @@ def run_recurrence(
 ) -> tuple[jax.Array, Any]:
     """Run a layer's recurrence from its state; see `recurrent.run`.
 
-    Raises ConfigError for masks, documents that share a row, trees, and tokens sharded over
+    Raises ConfigError for masks, documents that share a row, and tokens sharded over
     devices.
     """
     requested = {
         "an attention mask": context.mask_BTS is not None,
         "several documents in one row (train with --no-pack)": context.document_BT is not None,
-        "a tree of tokens": context.branches is not None,
         "a text that is sharded over devices": context.hooks.attend is not None,
     }
     for what, is_asked in requested.items():
         if is_asked:
             raise ConfigError(f"recurrent layers do not support {what}")
     state = context.state[module.layer] if context.state else None
-    shapes = module.config.state_shape(module.layer)
-    return recurrent.run(state, shapes, recurrence, x_BTX, others, context.position_BT)
+    shapes, tree = module.config.state_shape(module.layer), context.branches
+    if tree is None:
+        return recurrent.run(state, shapes, recurrence, x_BTX, others, context.position_BT)
+    # Each node is a row of one token.
+    B, M, _ = tree.place_BMP.shape
+    x_BMX, others, position_BM = jax.tree.map(
+        lambda x: x.reshape(B, M, *x.shape[2:]), (x_BTX, others, context.position_BT)
+    )
+    if state is None:
+        state = recurrent.empty_state(shapes, B)
+    nodes = None if tree.nodes is None else tree.nodes.state[module.layer].rows
+    y, pending = run_tree(state, recurrence, x_BMX, others, position_BM, tree.place_BMP, nodes)
+    return y.reshape(B * M, 1, *y.shape[2:]), pending
 
 
 def recurrent_output(

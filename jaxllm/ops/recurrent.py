@@ -6,10 +6,11 @@ Delta Networks, arXiv 2412.06464) d = b (v - k^T e^g S), else d = v (Mamba-2, Da
 2405.21060).
 
 The state is a value: S at the last boundary, a multiple of `CHUNK` of the position, and for each
-token since then a row: k, d, the decay since the boundary, and the input of the convolution. With
-these a query reads e^G q^T S + sum_i e^(G - G_i) (q.k_i) d_i. So a token that is not committed is a
-row that is not written, rewinding within the chunk drops rows, and S is only read. Axes: H key
-heads, R value heads of a key head, K and V their sizes, X channels, L the convolution's width.
+token since then a row: k, d, g, and the input of the convolution. With these a query reads
+e^G q^T S + sum_i e^(G - G_i) (q.k_i) d_i, where G sums the decays since the boundary. So a
+token that is not committed is a row that is not written, rewinding within the chunk drops rows, and
+S is only read. Axes: H key heads, R value heads of a key head, K and V their sizes, X channels, L
+the convolution's width.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class Rows(struct.PyTreeNode):
     Attributes:
         input_BTX: The convolution's inputs.
         key_BHTK, value_BHRTV: Keys, and what is added under them (d); None without a matrix.
-        decay_BHRT: The sum of decays since the boundary before the token.
+        decay_BHRT: The tokens' decays (g).
     """
 
     input_BTX: jax.Array
@@ -76,6 +77,16 @@ class Tokens(NamedTuple):
     value_BTHRV: jax.Array
     decay_BTHR: jax.Array
     update_BTHR: Any = None
+
+
+class HeadTokens(NamedTuple):
+    """`Tokens` by head: `[B, H, T, K]`, and `[B, H, R, T]` with or without V."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    update: Any
 
 
 class Recurrence(NamedTuple):
@@ -153,7 +164,7 @@ def run(
     if T > 1:
         order_BT = jnp.argsort(jnp.where(position_BT < 0, jnp.iinfo(jnp.int32).max, position_BT))
         input_BTX, others, position_BT = jax.tree.map(
-            partial(_take_tokens, index_BT=order_BT), (input_BTX, others, position_BT)
+            partial(take_tokens, index_BT=order_BT), (input_BTX, others, position_BT)
         )
     begin_B = position_BT[:, 0] // CHUNK * CHUNK
     if state is None:
@@ -163,12 +174,12 @@ def run(
     out, rows = _run_open(state, recurrence, input_BTX, others, position_BT)
     if order_BT is not None:
         back_BT = jnp.argsort(order_BT)
-        out = _take_tokens(out, back_BT)
-        rows = map_rows(lambda x, axis: _take_tokens(x, back_BT, axis), rows)
+        out = take_tokens(out, back_BT)
+        rows = map_rows(lambda x, axis: take_tokens(x, back_BT, axis), rows)
     return out, Pending(state, rows)
 
 
-def _take_tokens(x: jax.Array, index_BT: jax.Array, axis: int = 1) -> jax.Array:
+def take_tokens(x: jax.Array, index_BT: jax.Array, axis: int = 1) -> jax.Array:
     B, T = index_BT.shape
     index = index_BT.reshape(B, *[1] * (axis - 1), T, *[1] * (x.ndim - axis - 1))
     return jnp.take_along_axis(x, index, axis)
@@ -194,16 +205,39 @@ def _run_open(
     at_B = position_BT[:, 0] - state.start_B  # the first token's place in the chunk
     window = state.before_BLX.shape[1]
     place_BL = at_B[:, None].clip(0) + jnp.arange(-window, 0, dtype=jnp.int32)[None]
-    past_BLX = jnp.where(
-        (place_BL >= 0)[..., None],
-        _take_tokens(state.rows.input_BTX, place_BL.clip(0)),
-        _take_tokens(state.before_BLX, (place_BL + window).clip(0, window - 1)),
-    )
-    conv_BTX = convolve(jnp.concatenate([past_BLX, input_BTX], axis=1), recurrence)
+    inputs_BSX = jnp.concatenate([past_inputs(state, place_BL), input_BTX], axis=1)
+    conv_BTX = convolve(inputs_BSX, recurrence)
     if recurrence.split is None:
         return conv_BTX, Rows(input_BTX)
-    # Without a barrier XLA:CPU computes the convolution again for each of its uses.
-    tokens = jax.lax.optimization_barrier(recurrence.split(conv_BTX, others))
+    tokens = split_tokens(recurrence, conv_BTX, others, real_BT)
+    sum_BHRC = jnp.cumsum(state.rows.decay_BHRT, axis=-1)
+    since_BHRT = sum_BHRC[..., -1:] + jnp.cumsum(tokens.decay, axis=-1)
+    # Unused rows are zeros, so that they add nothing; the minimum keeps their factor finite.
+    gap_BHRTC = jnp.minimum(since_BHRT[..., None] - sum_BHRC[..., None, :], 0.0)
+    own_BHRTS = since_BHRT[..., None] - since_BHRT[..., None, :]
+    upto_TS = jnp.tri(own_BHRTS.shape[-1], dtype=bool)[None, None, None]
+    own_BHRTS = jnp.where(upto_TS, own_BHRTS, -jnp.inf)
+    out, value = read_and_write(
+        state.sum_BHRKV, state.rows, gap_BHRTC, tokens, since_BHRT, own_BHRTS
+    )
+    return jnp.moveaxis(out, 3, 1), Rows(input_BTX, tokens.key, value, tokens.decay)
+
+
+def past_inputs(state: RecurrentState, place_BN: jax.Array) -> jax.Array:
+    """Return the convolution's inputs at places from the boundary, which may be before it."""
+    window = state.before_BLX.shape[1]
+    return jnp.where(
+        (place_BN >= 0)[..., None],
+        take_tokens(state.rows.input_BTX, place_BN.clip(0, CHUNK - 1)),
+        take_tokens(state.before_BLX, (place_BN + window).clip(0, window - 1)),
+    )
+
+
+def split_tokens(
+    recurrence: Recurrence, conv_BTX: jax.Array, others: Any, real_BT: jax.Array
+) -> Any:
+    """Return the tokens with their heads first, `[B, H, T, ...]`; padding is zeros."""
+    assert recurrence.split is not None
 
     def heads_first(x: Any, axis: int) -> Any:
         if x is None:
@@ -211,20 +245,9 @@ def _run_open(
         real = real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2))
         return jnp.moveaxis(jnp.where(real, x, 0.0), 1, axis)
 
-    query_BHTK, key_BHTK, value_BHRTV, decay_BHRT, update_BHRT = map(
-        heads_first, tokens, (2, 2, 3, 3, 3)
-    )
-    # Decays are negative, and zero where no token is.
-    so_far_BHR1 = state.rows.decay_BHRT.min(axis=-1, keepdims=True)
-    since_BHRT = so_far_BHR1 + jnp.cumsum(decay_BHRT, axis=-1)
-    out, value_BHRTV = _read_and_write(
-        state, query_BHTK, key_BHTK, value_BHRTV, since_BHRT, update_BHRT
-    )
-    # A row counts its decays from the boundary before its own token, of which one may be new.
-    new_B11T = (position_BT // CHUNK * CHUNK > state.start_B[:, None])[:, None, None]
-    own_BHRT = jnp.cumsum(jnp.where(new_B11T, decay_BHRT, 0.0), axis=-1)
-    rows = Rows(input_BTX, key_BHTK, value_BHRTV, jnp.where(new_B11T, own_BHRT, since_BHRT))
-    return jnp.moveaxis(out, 3, 1), rows
+    # Without a barrier XLA:CPU computes the convolution again for each of its uses.
+    tokens = jax.lax.optimization_barrier(recurrence.split(conv_BTX, others))
+    return HeadTokens(*map(heads_first, tokens, (2, 2, 3, 3, 3)))
 
 
 def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
@@ -239,45 +262,44 @@ def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
     return summed
 
 
-def _read_and_write(
-    state: RecurrentState,
-    query_BHTK: jax.Array,
-    key_BHTK: jax.Array,
-    value_BHRTV: jax.Array,
-    decay_BHRT: jax.Array,
-    update_BHRT: jax.Array | None,
+def read_and_write(
+    sum_BHRKV: jax.Array,
+    past: Rows,
+    past_gap_BHRTC: jax.Array,
+    tokens: HeadTokens,
+    since_BHRT: jax.Array,
+    own_gap_BHRTS: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what the queries read, and what is added under the keys, both `[B, H, R, T, V]`.
 
-    decay_BHRT: since the state's boundary.
+    Args:
+        since_BHRT: The decays from the boundary up to each token.
+        past_gap_BHRTC, own_gap_BHRTS: Those from each row that a token sees, and from the tokens
+            that it sees, itself included; -inf for others.
     """
-    T = query_BHTK.shape[2]
-    times = 1 if update_BHRT is None else 2  # keys read too
-    reads_BHNK = jnp.concatenate([query_BHTK, key_BHTK][:times], axis=2)
-    decay_BHRN = jnp.concatenate([decay_BHRT] * times, axis=3)
-    each_BHRNK = jnp.broadcast_to(reads_BHNK[:, :, None], (*decay_BHRN.shape, reads_BHNK.shape[3]))
-    rows = state.rows
-    old = einsum("BHRNK,BHRKV->BHRNV", each_BHRNK, state.sum_BHRKV)
-    old *= jnp.exp(decay_BHRN)[..., None]
-    # Unused rows are zeros, so that they add nothing; the minimum keeps their factor finite.
-    factor = jnp.exp(jnp.minimum(decay_BHRN[..., None] - rows.decay_BHRT[..., None, :], 0.0))
-    score = einsum("BHNK,BHCK->BHNC", reads_BHNK, rows.key_BHTK)
-    old += einsum("BHRNC,BHRCV->BHRNV", score[:, :, None] * factor, rows.value_BHRTV)
-    if update_BHRT is not None:
-        value_BHRTV = update_BHRT[..., None] * (value_BHRTV - old[:, :, :, T:])
+    T = tokens.query.shape[2]
+    times = 1 if tokens.update is None else 2  # keys read too
+    reads_BHNK = jnp.concatenate([tokens.query, tokens.key][:times], axis=2)
+    since_BHRN = jnp.concatenate([since_BHRT] * times, axis=3)
+    each_BHRNK = jnp.broadcast_to(reads_BHNK[:, :, None], (*since_BHRN.shape, reads_BHNK.shape[3]))
+    old = einsum("BHRNK,BHRKV->BHRNV", each_BHRNK, sum_BHRKV) * jnp.exp(since_BHRN)[..., None]
+    factor = jnp.exp(jnp.concatenate([past_gap_BHRTC] * times, axis=3))
+    score = einsum("BHNK,BHCK->BHNC", reads_BHNK, past.key_BHTK)
+    old += einsum("BHRNC,BHRCV->BHRNV", score[:, :, None] * factor, past.value_BHRTV)
+    value = tokens.value
+    if tokens.update is not None:
+        value = tokens.update[..., None] * (value - old[:, :, :, T:])
         old = old[:, :, :, :T]
     if T == 1:
-        score = einsum("BHTK,BHTK->BHT", query_BHTK, key_BHTK)
-        return old + score[:, :, None, :, None] * value_BHRTV, value_BHRTV
-    gap_BHRTS = decay_BHRT[..., :, None] - decay_BHRT[..., None, :]
-    earlier_TS, upto_TS = (jnp.tri(T, k=k, dtype=bool)[None, None, None] for k in (-1, 0))
-    factor = jnp.exp(jnp.where(upto_TS, gap_BHRTS, -jnp.inf))
-    score = einsum("BHNK,BHSK->BHNS", reads_BHNK, key_BHTK)[:, :, None]
-    if update_BHRT is not None:
-        lower = jnp.where(earlier_TS, score[:, :, :, T:] * factor * update_BHRT[..., None], 0.0)
-        value_BHRTV = einsum("BHRTS,BHRSV->BHRTV", _invert_unit_lower(lower), value_BHRTV)
-    new = einsum("BHRTS,BHRSV->BHRTV", score[:, :, :, :T] * factor, value_BHRTV)
-    return old + new, value_BHRTV
+        score = einsum("BHTK,BHTK->BHT", tokens.query, tokens.key)
+        return old + score[:, :, None, :, None] * value, value
+    factor = jnp.exp(own_gap_BHRTS)
+    score = einsum("BHNK,BHSK->BHNS", reads_BHNK, tokens.key)[:, :, None]
+    if tokens.update is not None:
+        earlier_TS = ~jnp.eye(T, dtype=bool)[None, None, None]
+        lower = jnp.where(earlier_TS, score[:, :, :, T:] * factor * tokens.update[..., None], 0.0)
+        value = einsum("BHRTS,BHRSV->BHRTV", _invert_unit_lower(lower), value)
+    return old + einsum("BHRTS,BHRSV->BHRTV", score[:, :, :, :T] * factor, value), value
 
 
 def _invert_unit_lower(lower_XTT: jax.Array) -> jax.Array:
@@ -319,8 +341,9 @@ def fold(state: RecurrentState, into_B: jax.Array) -> RecurrentState:
     window = state.before_BLX.shape[1]
     total = None
     if state.sum_BHRKV is not None:
-        end_BHR1 = rows.decay_BHRT.min(axis=-1, keepdims=True)
-        factor_BHRT = jnp.exp(jnp.minimum(end_BHR1 - rows.decay_BHRT, 0.0))
+        sum_BHRT = jnp.cumsum(rows.decay_BHRT, axis=-1)
+        end_BHR1 = sum_BHRT[..., -1:]
+        factor_BHRT = jnp.exp(jnp.minimum(end_BHR1 - sum_BHRT, 0.0))
         weighted = rows.value_BHRTV * factor_BHRT[..., None]
         added = einsum("BHTK,BHRTV->BHRKV", rows.key_BHTK, weighted)
         total = state.sum_BHRKV * jnp.exp(end_BHR1)[..., None] + added
@@ -380,13 +403,20 @@ def write(
     place_BT = position_BT - state.start_B[:, None]
     is_inside = (position_BT >= 0) & (place_BT >= 0) & (place_BT < CHUNK)
     slot_BT = jnp.where(is_inside, place_BT, NO_SLOT)
+    return state.replace(rows=write_rows(state.rows, rows, slot_BT, wait_for))
+
+
+def write_rows(
+    old: Rows, new: Rows, slot_BT: jax.Array, wait_for: tuple[jax.Array, ...] = ()
+) -> Rows:
+    """Write rows to slots; `NO_SLOT`: not written."""
 
     def write_leaf(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         flat_XTY, new_XTY = (x.reshape(-1, *x.shape[axis:]) for x in (old, new))
         slot_XT = jnp.repeat(slot_BT, len(flat_XTY) // len(slot_BT), axis=0)
         return write_slots(flat_XTY, new_XTY, slot_XT, wait_for=wait_for).reshape(old.shape)
 
-    return state.replace(rows=map_rows(write_leaf, state.rows, rows))
+    return map_rows(write_leaf, old, new)
 
 
 def drop(state: RecurrentState, next_B: jax.Array) -> RecurrentState:

@@ -12,7 +12,8 @@ import jaxllm
 from jaxllm.cache import branch, compact, drop_range, fork, keep, merge_rows, patch, rewind, select
 from jaxllm.cache.files import load_cache, save_cache
 from jaxllm.cache.state_rewind import rewind_limit
-from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
+from jaxllm.cache.tree import init_tree
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.draft import PromptLookup
@@ -124,6 +125,33 @@ def test_part_of_a_delta_is_what_rewinding_leaves(lm: Any) -> None:
                 assert_same_state(rewound, after)
 
 
+@pytest.mark.parametrize("start", [0, 2, CHUNK - 3])
+def test_nodes_of_a_tree_equal_their_chains(lm: Any, start: int) -> None:
+    """Run at once and in two pieces, after a cache and none, within a chunk and beyond it."""
+    cache = fork(walk(lm[0].config.model_type)[start][1], 2, capacity=CHUNK + 8)
+    parents, words = [-1, 0, 0, -1, 2, 4, 1, 5], tokens(2, 8, seed=3)
+    once = jaxllm.forward(*lm, cache if start else None, words, parents=[parents] * 2)
+    tree = init_tree(cache, 8)
+    for at in (slice(0, 5), slice(5, 8)):
+        grown = jaxllm.forward(*lm, cache, words[:, at], parents=[parents[at]] * 2, tree=tree)
+        assert_close(grown.logits, once.logits[:, at])
+        tree = grown.delta
+    for node in (3, 6, 7):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain = cache
+        for token_B in words[:, path].T:
+            logits, chain = step(lm, chain, token_B)
+        assert_close(once.logits[:, node], logits)
+        for delta in (once.delta, tree):
+            after = jaxllm.commit(cache, delta, node)
+            np.testing.assert_array_equal(after.state[0].start_B, chain.state[0].start_B)
+            for x, y in zip(*(map(jax.tree.leaves, (after.state, chain.state))), strict=True):
+                assert_close(x, y)
+            assert_close(step(lm, after, [1, 2])[0], step(lm, chain, [1, 2])[0])
+
+
 def test_rewinding_beyond_the_chunk_is_refused_except_to_the_beginning(lm: Any) -> None:
     plain = walk(lm[0].config.model_type)
     cache = plain[CHUNK + 5][1]
@@ -231,8 +259,9 @@ def test_operations_that_a_state_cannot_follow_are_refused(lm: Any) -> None:
     }.items():
         with pytest.raises(CacheMismatchError, match=rf"{name}: .* state"):
             call()
-    with pytest.raises(ConfigError, match="trees"):
-        jaxllm.forward(*lm, cache, tokens(1, 2), parents=[[-1, 0]])
+    long = jaxllm.init_cache(lm[0], 1, 2 * CHUNK)
+    with pytest.raises(CapacityError, match=f"at most {CHUNK} nodes"):
+        jaxllm.forward(*lm, long, tokens(1, CHUNK + 1), parents=[list(range(-1, CHUNK))])
     with pytest.raises(TokenError, match="does not follow the text, expected 9"):
         jaxllm.forward(*lm, cache, tokens(1, 2), positions_BT=[[11, 12]])
     with pytest.raises(ConfigError, match="draft"):
