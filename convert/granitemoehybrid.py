@@ -1,48 +1,64 @@
-"""Granite 4 checkpoints: the table of dense models; Mamba layers and experts are refused."""
+"""Granite 4 checkpoints: the table of dense models; experts are refused."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxllm.convert.decoders import ATTENTION_BIAS, make_table
+from jaxllm.config.model import HeadCount
+from jaxllm.convert.decoders import ATTENTION_BIAS, LAYER_TYPES, make_table
 from jaxllm.convert.experts import ROUTER_FIELDS
 from jaxllm.convert.fused_layouts import FusedLayout, gate_up_rows
 from jaxllm.convert.granite import MULTIPLIERS
 from jaxllm.convert.tables import Field
 from jaxllm.models.granitemoehybrid import GraniteMoeHybridConfig
 
-# Without Mamba layers and experts, nothing reads these.
-UNUSED = frozenset(
-    f"mamba_{name}"
-    for name in (
-        "n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias",
-        "proj_bias",
-    )
-) | {"intermediate_size", "num_experts_per_tok", "time_step_limit", "init_method"}  # fmt: skip
+UNUSED = frozenset({
+    "intermediate_size", "num_experts_per_tok", "init_method", "mamba_chunk_size",
+})  # fmt: skip
+PUBLISHED_NAMES = {"full_attention": "attention", "linear_attention": "mamba"}
+OUR_NAMES = {theirs: ours for ours, theirs in PUBLISHED_NAMES.items()}
+NO_LIMITS = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
 
 
 def _rename_layers(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename attention layers as transformers does. Without layer_types, all are Mamba layers."""
-    types = data.get("layer_types") or ["mamba"]
+    """Rename layers as transformers does, and derive the size of a Mamba head."""
+    types = data.get("layer_types")
     if isinstance(types, list | tuple):
-        types = ["full_attention" if kind == "attention" else kind for kind in types]
-    return {**data, "layer_types": types}
+        types = [OUR_NAMES.get(kind, kind) for kind in types]
+    head = data.get("mamba_d_head")
+    return {
+        **data,
+        "layer_types": types,
+        "mamba_d_head": None if head == "auto" else head,
+    }
 
 
-def _check_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     if (experts := fields.pop("num_local_experts")) != 0:
         complaints.append(f"num_local_experts must be 0, got {experts}")
     fields["uses_rope"] = fields["uses_rope"] == "rope"
+    inner = fields.pop("mamba_expand") * fields["hidden_size"]
+    heads = fields["mamba_n_heads"]
+    if fields["mamba_d_head"] is None:
+        fields["mamba_d_head"] = inner // heads
+    if fields["mamba_d_head"] * heads != inner:
+        complaints.append(
+            f"mamba_n_heads ({heads}) * mamba_d_head ({fields['mamba_d_head']}) is not mamba_expand"
+            f" * hidden_size ({inner})"
+        )
+    if fields["layer_types"] is None:
+        fields["layer_types"] = ("linear_attention",) * fields["num_hidden_layers"]
 
 
-def _write_layers(config: GraniteMoeHybridConfig, data: dict[str, Any]) -> dict[str, Any]:
+def _finish(config: GraniteMoeHybridConfig, data: dict[str, Any]) -> dict[str, Any]:
     return {
         **data,
         "intermediate_size": config.intermediate_size,
-        "layer_types": ["attention"] * config.num_hidden_layers,
+        "layer_types": [PUBLISHED_NAMES[kind] for kind in config.layer_types],
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "position_embedding_type": "rope" if config.uses_rope else "nope",
-        "mamba_n_heads": 1,  # unused, but transformers' default must divide 2 hidden_size
+        "mamba_expand": config.mamba_sizes[0] // config.hidden_size,
     }
 
 
@@ -54,9 +70,19 @@ TABLES = (
         *(Field(name, name, 1.0) for name in MULTIPLIERS),
         Field("shared_intermediate_size", "intermediate_size", 1024),
         Field("num_local_experts", "num_local_experts", 8, int),
+        LAYER_TYPES,
+        Field("mamba_n_heads", "mamba_n_heads", 128, HeadCount),
+        Field("mamba_d_head", "mamba_d_head", None, HeadCount),
+        Field("mamba_n_groups", "mamba_n_groups", 1),
+        Field("mamba_d_state", "mamba_d_state", 256),
+        Field("mamba_d_conv", "mamba_d_conv", 4),
+        Field("mamba_expand", "mamba_expand", 2, HeadCount),
+        Field("mamba_conv_bias", "mamba_conv_bias", True),
+        Field("mamba_proj_bias", "mamba_proj_bias", False),
         Field("position_embedding_type", "uses_rope", "nope", Literal["rope", "nope"]),
         classifier=None,
-        allowed_values={"layers_block_type": (), "normalization_function": ("rmsnorm",)},
+        allowed_values={"normalization_function": ("rmsnorm",), "time_step_limit": NO_LIMITS},
+        aliases={"layers_block_type": "layer_types"},
         ignored_fields=UNUSED | ROUTER_FIELDS,
         layouts=(
             FusedLayout("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj"), gate_up_rows),
@@ -65,7 +91,7 @@ TABLES = (
             ),
         ),
         prepare=_rename_layers,
-        derive=_check_layers,
-        finish=_write_layers,
+        derive=_resolve,
+        finish=_finish,
     ),
 )

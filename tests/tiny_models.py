@@ -221,11 +221,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SQUARE,
             "shared_intermediate_size": 56,
-            "layer_types": ["full_attention"] * 6,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "position_embedding_type": "rope",
-            "mamba_n_heads": 1,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
             "embedding_multiplier": 12,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.2,
@@ -263,7 +265,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-RECURRENT = ("qwen3_5_text", "lfm2")  # families with recurrent layers
+RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # families with recurrent layers
 
 
 @dataclasses.dataclass(frozen=True)

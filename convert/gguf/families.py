@@ -376,6 +376,9 @@ VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
             family=FAMILIES["granitemoehybrid"],
             tensor_flags=BIAS_TENSORS,
             constants={**SILU, "uses_rope": True},
+            derive=lambda fields, data: {
+                "layer_types": ("full_attention",) * fields["num_hidden_layers"]
+            },
         ),
     ),
     (

@@ -1,15 +1,16 @@
-"""Granite 4 (IBM 2025), the dense models without Mamba layers: Granite, also without rotation."""
+"""Granite 4 (IBM 2025), the dense models: Granite with Mamba-2 layers, also without rotation."""
 
 import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Rope
-from jaxllm.models.decoder import decoder_family
 from jaxllm.models.granite import GraniteMultipliers
+from jaxllm.models.mamba2 import Mamba2Config, Mamba2Decoder
+from jaxllm.models.recurrent import recurrent_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraniteMoeHybridConfig(GraniteMultipliers):
+class GraniteMoeHybridConfig(GraniteMultipliers, Mamba2Config):
     """Granite 4. uses_rope: whether there are rotary positions; else there are none at all."""
 
     model_type: ClassVar[str] = "granitemoehybrid"
@@ -17,7 +18,9 @@ class GraniteMoeHybridConfig(GraniteMultipliers):
     uses_rope: bool = False
 
     def layer_rope(self, layer: int) -> Rope | None:
-        return self.rope if self.uses_rope else None
+        return super().layer_rope(layer) if self.uses_rope else None
 
 
-FAMILY = decoder_family(GraniteMoeHybridConfig, embeddings="embeddings")
+FAMILY = recurrent_family(
+    GraniteMoeHybridConfig, Mamba2Decoder, ("mamba.in_proj",), embeddings="embeddings"
+)

@@ -285,9 +285,12 @@ class ShortConvDecoder(Decoder):
 
 
 def recurrent_family(
-    config: type[RecurrentConfig], module: type[Decoder], inputs: tuple[str, ...]
+    config: type[RecurrentConfig],
+    module: type[Decoder],
+    inputs: tuple[str, ...],
+    embeddings: str = "embed_tokens",
 ) -> Family:
     """Return the row of a family. inputs: the linears that read a recurrent layer's input."""
-    row = decoder_family(config, module)
+    row = decoder_family(config, module, embeddings=embeddings)
     group = LinearGroup("attn_norm", inputs, "attn.output", row.attention_norm)
     return dataclasses.replace(row, linear_groups=(group, *row.linear_groups))

@@ -69,7 +69,9 @@ class Pending(struct.PyTreeNode):
 class Tokens(NamedTuple):
     """What the convolution's output and other projections give for each token, float32.
 
-    update_BTHR: b of the delta rule; None without it.
+    Attributes:
+        update_BTHR: b of the delta rule; None without it.
+        skip_BTHRV: What is added to what the queries read; None: nothing.
     """
 
     query_BTHK: jax.Array
@@ -77,6 +79,7 @@ class Tokens(NamedTuple):
     value_BTHRV: jax.Array
     decay_BTHR: jax.Array
     update_BTHR: Any = None
+    skip_BTHRV: Any = None
 
 
 class HeadTokens(NamedTuple):
@@ -87,6 +90,7 @@ class HeadTokens(NamedTuple):
     value: jax.Array
     decay: jax.Array
     update: Any
+    skip: Any
 
 
 class Recurrence(NamedTuple):
@@ -247,7 +251,7 @@ def split_tokens(
 
     # Without a barrier XLA:CPU computes the convolution again for each of its uses.
     tokens = jax.lax.optimization_barrier(recurrence.split(conv_BTX, others))
-    return HeadTokens(*map(heads_first, tokens, (2, 2, 3, 3, 3)))
+    return HeadTokens(*map(heads_first, tokens, (2, 2, 3, 3, 3, 3)))
 
 
 def convolve(inputs_BSX: jax.Array, recurrence: Recurrence) -> jax.Array:
@@ -286,6 +290,8 @@ def read_and_write(
     factor = jnp.exp(jnp.concatenate([past_gap_BHRTC] * times, axis=3))
     score = einsum("BHNK,BHCK->BHNC", reads_BHNK, past.key_BHTK)
     old += einsum("BHRNC,BHRCV->BHRNV", score[:, :, None] * factor, past.value_BHRTV)
+    if tokens.skip is not None:
+        old += tokens.skip
     value = tokens.value
     if tokens.update is not None:
         value = tokens.update[..., None] * (value - old[:, :, :, T:])

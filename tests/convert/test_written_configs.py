@@ -97,7 +97,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_bias": True, "logit_scale": 2.0,
         "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
     },
-    "granitemoehybrid": {"attention_bias": True, "residual_multiplier": 2},
+    "granitemoehybrid": {
+        "attention_bias": True, "residual_multiplier": 2, "mamba_n_heads": 6, "mamba_n_groups": 3,
+        "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
     "qwen3_5_text": {
         "attention_bias": True, "num_key_value_heads": 2, "linear_conv_kernel_dim": 3,
@@ -108,9 +112,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
     },
 }  # fmt: skip
-# Granite 4 has Mamba layers and experts by default; GLM-4-MoE no head size that fits its heads.
+# Granite 4 has experts by default; GLM-4-MoE no head size that fits its heads.
 REQUIRED: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
+    "granitemoehybrid": {"num_local_experts": 0},
     "glm4_moe": {"head_dim": 128},
 }
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)

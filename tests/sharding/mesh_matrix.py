@@ -51,7 +51,6 @@ SIZES: dict[str, dict[str, Any]] = {  # every shard holds whole groups of 32
     "gpt2": WIDE["gpt2"],
     "qwen3_moe": {**SQUARE, "moe_intermediate_size": 256},
     "glm4_moe": {**LARGE, "moe_intermediate_size": 256},
-    "granitemoehybrid": {**SQUARE, "shared_intermediate_size": 256},
     "phi3": {"intermediate_size": 256},  # head dim 6
 }
 # Changes for pipeline stages: layer patterns of published models, which stages cut.

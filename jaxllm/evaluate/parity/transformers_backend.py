@@ -209,7 +209,8 @@ def _find_module(body: Any, path: str) -> Any:
     """Return a module by our path. Names of which transformers has another are tried both ways."""
     for part in path.split("."):
         names = (part, *MODULE_NAMES.get(part, ()))
-        body = next(getattr(body, name) for name in names if hasattr(body, name))
+        found = (getattr(body, name, None) for name in names)
+        body = next(module for module in found if module is not None)
     return body
 
 

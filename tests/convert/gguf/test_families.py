@@ -103,7 +103,8 @@ TYPES = [
 
 def sizes_of(family: str) -> dict[str, Any]:
     if family == "granitemoehybrid":
-        return {**SIZES, "shared_intermediate_size": 96, "spread": 0.1}
+        dense = {"layer_types": ["full_attention"] * 6, "mamba_n_heads": 1, "mamba_n_groups": 1}
+        return {**SIZES, **dense, "shared_intermediate_size": 96, "spread": 0.1}
     sizes = {**({} if family == "gpt2" else SIZES), **FAMILIES[family], "spread": 0.1}
     if family in ("gpt_neox", "cohere2"):
         sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
@@ -189,8 +190,9 @@ def test_granite_4_is_granite_in_gguf(directory: Any, tmp_path: Path) -> None:
         lm = jaxllm.load(file)
         assert lm.config.model_type == "granite"
         assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
-    still: Any = dataclasses.replace(checkpoint.config, uses_rope=False)
-    with pytest.raises(ConfigError, match="uses_rope False"):
+    types = ("linear_attention",) * checkpoint.config.num_hidden_layers
+    still: Any = dataclasses.replace(checkpoint.config, uses_rope=False, layer_types=types)
+    with pytest.raises(ConfigError, match=r"uses_rope False(.|\n)*layer_types"):
         write_gguf(tmp_path / "c.gguf", dataclasses.replace(checkpoint, config=still), "F32")
 
 
