@@ -138,7 +138,11 @@ class RenamedLayout:
         return {_rename(path, back) or path: tensor for path, tensor in tensors.items()}
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        return {_rename(path, self.names) or path: tensor for path, tensor in tensors.items()}
+        return {self.rename(path): tensor for path, tensor in tensors.items()}
+
+    def rename(self, path: str) -> str:
+        """Return the checkpoint's path of a tensor."""
+        return _rename(path, self.names) or path
 
 
 def _rename(path: str, names: Mapping[str, str]) -> str | None:

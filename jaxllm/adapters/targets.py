@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from jaxllm import models
 from jaxllm.adapters.lora_config import ALL_LINEAR, LoraConfig, Names
 from jaxllm.config.model import ModelConfig
-from jaxllm.convert.fused_layouts import FusedLayout
+from jaxllm.convert.fused_layouts import FusedLayout, RenamedLayout
 from jaxllm.convert.hf import write_config
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
@@ -59,12 +59,20 @@ def list_targets(config: ModelConfig) -> dict[str, TargetModule]:
         module = path.removesuffix(".weight")
         routes = row.router is not None and module.endswith(f".{row.router}")
         if len(leaf.shape) == 2 and module != path and not routes:  # PEFT does not adapt routers
-            name = module if module == HEAD else f"{table.prefix}{module}"
+            name = module if module == HEAD else f"{table.prefix}{_published_name(table, module)}"
             site: LoraSite = "rows" if module in row.embedding_tables else "product"
             targets[module] = TargetModule(path, name, site, leaf.shape, _fused_name(table, module))
     if config.tie_word_embeddings:
         targets[HEAD] = targets[row.token_table]._replace(name=HEAD, site="head")
     return targets
+
+
+def _published_name(table: Architecture, module: str) -> str:
+    """Return the checkpoint's name of a module."""
+    for layout in table.layouts:
+        if isinstance(layout, RenamedLayout):
+            module = layout.rename(f"{module}.weight").removesuffix(".weight")
+    return module
 
 
 def _fused_name(table: Architecture, module: str) -> str:

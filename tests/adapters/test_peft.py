@@ -25,9 +25,18 @@ from jaxllm.adapters import (
 )
 from jaxllm.adapters.targets import list_targets, resolve_targets
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models import build
+from jaxllm.models import FAMILIES, build
+from jaxllm.models.moe import MoEConfig
 from tests.adapters.random_adapters import load_in_peft, random_adapter, with_one
-from tests.tiny_models import Twin, assert_close, make_twin, tokens
+from tests.tiny_models import (
+    RECURRENT,
+    Twin,
+    assert_close,
+    load_twin,
+    make_twin,
+    save_random,
+    tokens,
+)
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 # Model family and PEFT's LoRA options.
@@ -164,6 +173,24 @@ def test_peft_checkpoints_round_trip_with_equal_logits(
     kept = load_file(directory / "adapter_model.safetensors")
     for key, tensor in load_file(tmp_path / "ours/adapter_model.safetensors").items():
         np.testing.assert_array_equal(tensor, kept[key])
+
+
+EACH_FAMILY = [
+    pytest.param(f, marks=pytest.mark.more if f in RECURRENT else pytest.mark.full)
+    for f in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_adapters_of_each_family_equal_peft(family: str, tmp_path: Path) -> None:
+    """Of all linears, and of those of attention in families whose experts PEFT would adapt, too."""
+    save_random(tmp_path, family)
+    twin = load_twin(tmp_path)
+    linears = ["q_proj", "o_proj"] if isinstance(twin.config, MoEConfig) else "all-linear"
+    theirs = adapted_by_peft(twin, seed=1, target_modules=linears, r=2)
+    adapter = read_adapter(saved(theirs, tmp_path / "theirs"), twin.config, twin.params)
+    chosen = with_one(twin.config, twin.params, adapter)
+    assert_close(forward(twin.model, chosen, None, TOKENS).logits, peft_logits(theirs))
 
 
 def test_separate_adapters_write_as_fused_module(twins: dict[str, Twin], tmp_path: Path) -> None:
