@@ -75,6 +75,13 @@ def test_family_page_line_counts_are_correct() -> None:
         assert list(map(int, lines)) == count_lines(name), name
 
 
+@pytest.mark.more
+def test_table_of_families_is_that_of_the_collected_tests() -> None:
+    command = [sys.executable, "-m", "scripts.tools.family_features", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-300:]
+
+
 def count_lines(family: str) -> list[int]:
     """Count the lines of a family's module, its table and its tests.
 
