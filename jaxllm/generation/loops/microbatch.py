@@ -267,10 +267,10 @@ def run_own_slots(
     output_kind: OutputKind,
     state: tuple[Any, ...],
 ) -> tuple[jax.Array, Segment, tuple[Any, ...], Sites]:
-    out, delta, waits, sites = run_tokens(
-        model, params, (*pool, tail), state, microbatch, vectors_PD, output_kind
-    )
     row_R = microbatch.row_R
+    out, delta, waits, sites = run_tokens(
+        model, params, (*pool, tail), take_rows(state, row_R), microbatch, vectors_PD, output_kind
+    )
     after = commit_state(delta.state, delta.position_BS, waits)
     new = cast_delta(delta, tail)
     tail = write_slots(tail, new, microbatch.slot_RT, row_R, wait_for=waits)
@@ -313,7 +313,7 @@ def run_tokens(
 ) -> tuple[jax.Array, Any, tuple[jax.Array, ...], Sites]:
     """Return the output, the delta, what the cache's writes wait for, and sites.
 
-    state: of all cache rows.
+    state: of these rows.
     """
     rows = microbatch.row_R
     token_RT = microbatch.token_RT
@@ -329,7 +329,7 @@ def run_tokens(
         length_B=microbatch.length_R,
         column_B=microbatch.column_R if output_kind == "logits" else None,
         embeddings_BTD=vectors,
-        state=take_rows(state, rows),
+        state=state,
         row_B=rows,
         edits=take_rows(microbatch.edits, rows),
         read=sites_to_record(microbatch.read),

@@ -91,7 +91,7 @@ class Tails(NamedTuple):
 
     target: A cache without its frozen segments, in which all rows write at the cursor; or only its
         tail, in which a token's slot is its position.
-    state: With a tail, `KVCache.state`.
+    state: With a tail, `KVCache.state`; within a loop, of its rows.
     """
 
     target: KVCache | Segment
@@ -141,8 +141,7 @@ def run_round(
         rows, drawn = _draw_columns(plan, inputs, rows, live_R, logits_RTV, token_RT, q_KRV)
         ran_RT = jnp.where(drawn.valid_B.T, position_RT, EMPTY)
         slot_RT = jnp.where(ran_RT >= 0, ran_RT, NO_SLOT)
-        after = commit_state(delta.state, ran_RT, waits)
-        state = put_rows(state, inputs.row_R, after)
+        state = commit_state(delta.state, ran_RT, waits)
         target = write_slots(
             target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
         )
@@ -250,8 +249,9 @@ def run_rounds(
         The new state and mass, the number of rounds, and the tokens of each round and column,
         `[rounds, columns, R]`.
     """
-    whole_rows = rows
-    rows = take_rows(rows, inputs.row_R)
+    whole_rows, whole_state = rows, tails.state
+    rows, state = take_rows((rows, whole_state), inputs.row_R)
+    tails = tails._replace(state=state)
     results = blank_results(plan, rows)
 
     def goes_on(carry: Any) -> jax.Array:
@@ -272,7 +272,9 @@ def run_rounds(
 
     start = (jnp.zeros((), jnp.int32), tails, rows, mass, results)
     done, tails, rows, mass, results = jax.lax.while_loop(goes_on, step, start)
-    host = replicate_for_host((put_rows(whole_rows, inputs.row_R, rows), done, results), plan.model)
+    rows, state = put_rows((whole_rows, whole_state), inputs.row_R, (rows, tails.state))
+    tails = tails._replace(state=state)
+    host = replicate_for_host((rows, done, results), plan.model)
     return tails, host[0], mass, *host[1:]
 
 
