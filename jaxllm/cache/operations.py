@@ -167,7 +167,7 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
 
     Keys are rotated by the difference in float32 and rounded once; everything else keeps its bits.
     Keys of the first layer then equal those of a run at the new positions; those of deeper layers
-    do so only if the whole text moves.
+    do so only if the whole text moves, and if no query grows with its position (Ministral 3).
 
     Args:
         by: An integer, or one per row.

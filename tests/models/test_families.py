@@ -166,7 +166,9 @@ def test_moved_positions_equal_run_at_new_positions(twin: Twin) -> None:
     moved = shift(cache, 7)
     at = np.arange(12, dtype=np.int32)[None] + 7
     far = jaxllm.forward(twin.model, twin.params, None, ids, positions_BT=at)
-    for mine, fresh in zip(moved.tail.k, far.delta.k, strict=True):
+    # Queries of Ministral 3 grow with the position, and with them deeper layers' inputs.
+    exact = 1 if twin.config.model_type == "ministral3" else len(moved.tail.k)
+    for mine, fresh in zip(moved.tail.k[:exact], far.delta.k[:exact], strict=True):
         np.testing.assert_allclose(
             np.asarray(mine)[:, :12], np.asarray(fresh), atol=2e-5, rtol=1e-4
         )
