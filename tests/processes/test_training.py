@@ -104,7 +104,6 @@ def test_adapter_with_pipeline_stages_across_processes_is_refused(
     training.run(str(model), adapter, kind="lora")
     command = (
         "generate",
-        "-m",
         str(model),
         "--adapter",
         str(adapter),
