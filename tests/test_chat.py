@@ -16,8 +16,10 @@ import jaxllm
 from jaxllm import cache
 from jaxllm.cli import terminal
 from jaxllm.generation import completion
+from jaxllm.ops.recurrent import CHUNK
 from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.talking_model import write_talker
+from tests.tiny_models import save_random
 
 DEMO = "demo:llama"
 CHAT = ("chat", DEMO, "-n", 8, "--seed", 3)
@@ -75,6 +77,25 @@ def test_regenerate_draws_with_next_seed(run: Run, rests: list[int]) -> None:
         options: Any = {"max_new_tokens": 8, "temperature": 0.9, "seed": 3 + number}
         assert lm.generate(prompt, **options).text == text
     assert found[0] != found[1]
+    assert rests == [1]
+
+
+def test_regenerate_after_a_chunk_of_a_recurrent_layer_runs_one_token(
+    run: Run, rests: list[int], tmp_path: Path
+) -> None:
+    """The newest state cannot go back to before the answer; the chat keeps the one from then."""
+    demo = ROOT / "jaxllm" / "demo" / "llama"
+    size = json.loads((demo / "config.json").read_text())["vocab_size"]
+    save_random(tmp_path, "lfm2", vocab_size=size, eos_token_id=size - 1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo / name).read_bytes())
+    lm = jaxllm.load(tmp_path)
+    prompt = lm.chat_prompt([{"role": "user", "content": "Tom"}])
+    options: Any = {"max_new_tokens": CHUNK, "temperature": 0.9}
+    expected = [lm.generate(prompt, seed=seed, **options).text for seed in (3, 4)]
+    command = ("chat", tmp_path, "-n", CHUNK, "--temperature", 0.9, "--seed", 3)
+    out, _ = succeed(run, *command, stdin="Tom\n/regenerate\n")
+    assert out == "\n".join([*expected, ""])
     assert rests == [1]
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import msgspec
 import numpy as np
 
@@ -51,7 +52,7 @@ class Conversation:
         completed.
     seed: the seed of the first of `answers` answers, each next one uses the next number; random by
     default. cache: the cache of the newest answer, reused for the prefix shared with the next
-    prompt.
+    prompt. read: in models with a state, which rewinds only so far, the cache before that answer.
     """
 
     def __init__(self, lm: "LM", user_options: dict[str, Any], system: str | None) -> None:
@@ -60,6 +61,7 @@ class Conversation:
         self.options: dict[str, Any] = {}
         self.seed = self.answers = 0
         self.cache: KVCache | None = None
+        self.read: KVCache | None = None
         self.messages: Messages = []
         self._apply_options({"seed": None, **user_options})
         self.system(system or "")
@@ -161,7 +163,7 @@ class Conversation:
         if "seed" in user_options:
             self.seed, self.answers = draw_seed() if seed in (None, "random") else seed, 0
         if self.cache is not None and options.get("adapter") != self.options.get("adapter"):
-            self.cache = None
+            self.cache = self.read = None
         self.user_options = {name: value for name, value in user_options.items() if name != "seed"}
         self.options = options
 
@@ -173,16 +175,16 @@ class Conversation:
     def _generate_answer(self, messages: Messages) -> None:
         """Stream an answer to the last message until it ends or Ctrl-C stops it, and store both."""
         messages, prompt = self._fit_context(messages)
-        text, cache, reused = "", None, None
+        text, cache, reused, read = "", None, self._reuse_prefix(prompt), None
         reader, marks = self._channel_reader()
-        if self.cache is not None:
-            with contextlib.suppress(JaxllmError):  # its overflow policy has dropped tokens
-                reused = reuse_prefix(self.cache, prompt, 1)[0]
         seed = (self.seed + self.answers) % 2**64
         options = {**self.options, "cache": reused, "seed": seed}
         with signals.defer_interrupt(STOP_MESSAGE) as stopped, spinner("reading") as ready:
             for piece in self.lm.stream(prompt, **options):
                 ready()
+                if read is None and self.lm.config.has_state:
+                    # The next step overwrites the piece's.
+                    read = jax.tree.map(lambda x: x.copy(), piece.cache)
                 content = piece.text
                 if reader is not None:
                     content = reader.push(piece.text + marks.get(piece.token, ""))
@@ -198,7 +200,17 @@ class Conversation:
             text += rest
         write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
-        self.cache, self.answers = cache, self.answers + 1
+        self.cache, self.read, self.answers = cache, read, self.answers + 1
+
+    def _reuse_prefix(self, prompt: list[int]) -> "KVCache | None":
+        """Return the cache that has most of a prompt's prefix, rewound to it."""
+        best: KVCache | None = None
+        for cache in (self.cache, self.read):
+            with contextlib.suppress(JaxllmError):  # its overflow policy has dropped tokens
+                found = None if cache is None else reuse_prefix(cache, prompt, 1)[0]
+                if best is None or (found and found.next_position_B[0] > best.next_position_B[0]):
+                    best = found
+        return best
 
     def _channel_reader(self) -> "tuple[HarmonyText | None, dict[int, str]]":
         """Return what reads an answer in channels and the marks of its tokens, if it has them."""
