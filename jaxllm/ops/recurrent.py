@@ -160,9 +160,17 @@ def run(
             out, rows = _run_open(state, recurrence, input_BWX, others, position_BW)
             return write(state, rows, position_BW), out
 
+        def skip(state: RecurrentState, bucket: Any) -> Any:
+            shape = jax.eval_shape(run_bucket, state, bucket)[1]
+            return state, jnp.zeros(shape.shape, shape.dtype)
+
+        def run_if_used(state: RecurrentState, bucket: Any) -> Any:
+            is_used = (bucket[2] >= 0).any()  # the last one often is not
+            return jax.lax.cond(is_used, run_bucket, skip, state, bucket)
+
         split = jax.tree.map(buckets.split, (input_BTX, others))
         begin: RecurrentState = empty_state(shapes, B) if state is None else state
-        end, out = jax.lax.scan(run_bucket, begin, (*split, buckets.position_nBW))
+        end, out = jax.lax.scan(run_if_used, begin, (*split, buckets.position_nBW))
         return buckets.join(out), end
     order_BT = None
     if T > 1:
