@@ -26,7 +26,7 @@ from jaxllm.text.formats import tokenizer_files
 from jaxllm.train.objective import next_token_loss
 from jaxllm.weights.formats import weight_format
 from tests.conftest import Run, assert_refused, succeed
-from tests.tiny_models import KINDS, assert_close, random_torch_model, theirs, tokens
+from tests.tiny_models import KINDS, assert_close, each_family, random_torch_model, theirs, tokens
 
 PAD = 3
 # Of several lengths; one begins with padding, and one is nothing but padding.
@@ -62,7 +62,7 @@ def pad(texts: list[list[int]], side: str) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": mask, "position_ids": places}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family(FAMILIES))
 def test_classifier_equals_transformers_padded_anywhere(family: str, tmp_path: Path) -> None:
     """Logits equal transformers' for a text alone, and for batches padded left and right, also
     where a text ends in padding tokens of its own.

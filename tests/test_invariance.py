@@ -22,7 +22,7 @@ from jaxllm.models import FAMILIES
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
 from jaxllm.weights.quantize import quantize
-from tests.tiny_models import RECURRENT, load_twin, save_random, tokens
+from tests.tiny_models import RECURRENT, load_twin, marks_of, save_random, tokens
 
 pytestmark = pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
 LENGTH = 61
@@ -33,7 +33,7 @@ LENGTH = 61
 # recurrent layers.
 FORMATS = (("bfloat16", None), ("float32", None), ("bfloat16", "int8"))
 EACH = [
-    pytest.param(f, *FORMATS[i % 3], marks=[pytest.mark.more] * (f != "mixtral"))
+    pytest.param(f, *FORMATS[i % 3], marks=marks_of(f, "mixtral"))
     for i, f in enumerate(f for f in FAMILIES if f not in ("gpt_neox", *RECURRENT))
 ]
 
@@ -110,7 +110,10 @@ def ways(model: Any, params: Any, ids: np.ndarray) -> Any:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("demo", "quantize"), [("llama", None), ("gpt2", "int4")])
+@pytest.mark.parametrize(
+    ("demo", "quantize"),
+    [("llama", None), pytest.param("gpt2", "int4", marks=pytest.mark.full)],
+)
 def test_report_finds_no_difference_on_demos(shallow: Any, demo: str, quantize: str | None) -> None:
     """Batches, chunks, caches, speculation, `serve`, grammars and another process give a demo's
     text the same bits.

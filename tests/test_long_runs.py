@@ -17,6 +17,7 @@ def lm() -> Any:
     return random_model("llama", max_position_embeddings=4096)
 
 
+@pytest.mark.more
 def test_decode_2000_steps_compiles_and_leaks_nothing(lm: Any, compiled: list[str]) -> None:
     """After 50 steps, 2000 more, donated or not, compile no program and add no live array."""
     model, params = lm

@@ -17,9 +17,12 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Other test files cover the other pages. The slow ones run in `make test-more`.
 PAGES = (
     *("batch", "cache", "cli", "evaluation", "generation", "glossary", "grammar", "guarantees"),
-    *("heads", "index", "lens", "long_context", "quantization", "steering", "trees", "tutorial"),
+    *("index", "quantization", "tutorial"),
 )
-SLOW_PAGES = ("all_of_it", "compress", "rl", "training")
+SLOW_PAGES = (
+    *("all_of_it", "compress", "heads", "lens", "long_context", "rl", "steering", "training"),
+    "trees",
+)
 EACH_PAGE = [
     "README.md",
     *(f"docs/{name}.md" for name in PAGES),

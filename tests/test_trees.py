@@ -22,7 +22,7 @@ from jaxllm.ops import native
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter, with_one
-from tests.tiny_models import RECURRENT, VOCAB, assert_close, random_model, tokens
+from tests.tiny_models import RECURRENT, VOCAB, assert_close, marks_of, random_model, tokens
 
 PROMPT = 11
 PARENTS = [-1, 0, 0, -1, 2, 4, 1, 5, -1, 7, 9]
@@ -32,7 +32,7 @@ needs_kernels = pytest.mark.skipif(not native.is_enabled(), reason="no native ke
 # Each family in one format, and each format in several families.
 FORMATS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"))
 EACH = [
-    pytest.param(f, *FORMATS[i % 3], marks=[pytest.mark.more] * (f != "gemma2"))
+    pytest.param(f, *FORMATS[i % 3], marks=marks_of(f, "gemma2"))
     for i, f in enumerate(f for f in FAMILIES if f not in ("gpt_neox", *RECURRENT))
 ]
 

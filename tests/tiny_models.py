@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # families with recurrent layers
+# These share code with the remaining families, which cover them in the daily tests.
+SHARED_CODE = (
+    "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
+    "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
+)  # fmt: skip
+
+
+def each_family(names: Iterable[str]) -> list[Any]:
+    """Return a parameter for each family; `make test-full` runs those of shared code."""
+    return [pytest.param(n, marks=[pytest.mark.full] if n in SHARED_CODE else []) for n in names]
+
+
+def marks_of(family: str, daily: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test's family, of which `make test` runs one."""
+    later = pytest.mark.full if family in SHARED_CODE else pytest.mark.more
+    return [] if family == daily else [later]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,12 +227,11 @@ def test_next_turn_finds_answers(name: str) -> None:
     ("name", "chunk"),
     [
         ("llama", C),
-        ("window", None),
         *(
             pytest.param(*case, marks=pytest.mark.more)
-            for case in (("bfloat16", C), ("int8 cache", None), ("experts", C))
+            for case in (("window", None), ("int8 cache", None), ("self-extend", None))
         ),
-        pytest.param("self-extend", None, marks=pytest.mark.more),
+        *(pytest.param(name, C, marks=pytest.mark.full) for name in ("bfloat16", "experts")),
     ],
 )
 def test_shared_prefixes_change_no_answer(name: str, chunk: int | None) -> None:

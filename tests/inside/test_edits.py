@@ -18,9 +18,8 @@ from jaxllm.models.site_inputs import check_edits, fingerprint
 from jaxllm.models.sites import WEIGHT_SITES
 from jaxllm.weights.precision import Precision, cast
 from tests.adapters.random_adapters import random_adapter
-from tests.tiny_models import random_model, tokens
+from tests.tiny_models import each_family, random_model, tokens
 
-FAMILIES = list(models.FAMILIES)
 B, T = 2, 7
 # XLA fuses a product before a site of theirs and the sum after it into one, rounded once.
 EXACT = ("llama", "gpt2")  # the others have products that XLA may fuse with the sum after a site
@@ -43,7 +42,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", each_family(models.FAMILIES))
 def test_reading_and_setting_own_values_change_no_bits(name: str) -> None:
     """Reading all sites gives the logits of reading none. So does setting a site to its own value,
     except that edited scores and weights leave the attention kernel, and that XLA may fuse a

@@ -29,9 +29,8 @@ from jaxllm.inside import (
 )
 from jaxllm.inside.lens import unembed
 from tests.conftest import Run, assert_refused, succeed
-from tests.tiny_models import random_model, tokens
+from tests.tiny_models import each_family, random_model, tokens
 
-FAMILIES = list(models.FAMILIES)
 B, T = 2, 7
 
 
@@ -65,7 +64,7 @@ def numpy_lens(lm: Any, ids: Any, lens: Lens | None) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family(models.FAMILIES))
 def test_last_layer_of_logit_lens_is_the_model(family: str) -> None:
     model, params = random_model(family)
     ids = tokens(B, T)
@@ -203,7 +202,7 @@ def test_invalid_lens_calls_are_refused(lm: Any) -> None:
         attribute_logits(*lm, tokens(1, 3), tokens(1, 2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family(models.FAMILIES))
 def test_attributions_add_up_to_logits(family: str) -> None:
     """The parts add up to the final norm's output, and what they add to a token's logit to it."""
     model, params = random_model(family)

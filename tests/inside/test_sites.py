@@ -23,9 +23,8 @@ from jaxllm.evaluate.parity.transformers_backend import _replace_attention
 from jaxllm.models.site_inputs import find_sites, site_names
 from jaxllm.models.sites import LAYER_SITES, SITES, split_name
 from tests.conftest import ROOT
-from tests.tiny_models import VOCAB, assert_close, make_twin, random_model, tokens
+from tests.tiny_models import VOCAB, assert_close, each_family, make_twin, random_model, tokens
 
-FAMILIES = list(models.FAMILIES)
 NORMS = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}  # LFM2's
 T = 9
 
@@ -87,7 +86,7 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", each_family(models.FAMILIES))
 def test_sites_equal_transformers_hooks(name: str, tmp_path: Any) -> None:
     """The residual stream before and after each layer, queries, keys and values, attention weights,
     heads, the outputs of attention and MLP, hidden channels and router scores.

@@ -25,18 +25,19 @@ from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.models import FAMILIES, config_from_dict
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors
-from tests.tiny_models import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import (
+    KINDS,
+    Twin,
+    assert_close,
+    each_family,
+    load_twin,
+    save_random,
+    theirs,
+    tokens,
+)
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
-# These share code with the remaining families, which cover them in the daily tests.
-SHARED_CODE = (
-    "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
-    "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
-)  # fmt: skip
-EACH_KIND = [
-    pytest.param(name, marks=[pytest.mark.full] if name in SHARED_CODE else []) for name in NEW
-]
-of_each_kind = pytest.mark.parametrize("twin", EACH_KIND, indirect=True)
+of_each_kind = pytest.mark.parametrize("twin", each_family(NEW), indirect=True)
 TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
 
 
@@ -93,7 +94,7 @@ def test_chunked_prefill_and_decode_equal_forward(twin: Twin) -> None:
         assert_close(logits, np.asarray(whole[:, place]))
 
 
-@pytest.mark.parametrize("twin", ["llama", "gpt2", *EACH_KIND], indirect=True)
+@pytest.mark.parametrize("twin", ["llama", "gpt2", *each_family(NEW)], indirect=True)
 def test_half_precision_error_is_near_transformers(twin: Twin) -> None:
     """In bfloat16 and float16, the RMS error against float32 is at most 1.5 times that of
     transformers.

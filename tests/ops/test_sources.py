@@ -23,6 +23,7 @@ NEEDS = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 def test_header_compiles_standalone(tmp_path: Path) -> None:
     """Each C++ header compiles without any other include before it."""
     if shutil.which("g++") is None:

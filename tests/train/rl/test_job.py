@@ -39,7 +39,7 @@ from jaxllm.train.rl.prompts import (
     score_answer,
 )
 from jaxllm.weights.paths import flatten
-from tests.tiny_models import RECURRENT, load_twin, save_random
+from tests.tiny_models import RECURRENT, load_twin, marks_of, save_random
 
 TEXTS = ("Once upon a time there was a", "One day", "The dog saw a big red ball and said:")
 SMALL = {"group_size": 4, "max_new_tokens": 6}
@@ -91,7 +91,7 @@ def keep_rows(job: TrainJob) -> tuple[TrainJob, list[AnswerRows]]:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        pytest.param(family, dtype, marks=[pytest.mark.more] * (family != "llama"))
+        pytest.param(family, dtype, marks=marks_of(family, "llama"))
         for family, dtype in zip(FAMILIES, itertools.cycle(["bfloat16", "float32"]))
         # no promise: exact GELU, LongRoPE, and recurrent layers
         if family not in ("gpt_neox", "phi3", *RECURRENT)
