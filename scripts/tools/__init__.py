@@ -4,7 +4,6 @@ mutate: mutation testing with the faults of mutants/*.toml.
 sanitize: the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 run_arm: the kernels for aarch64, built with arm_driver.cc and run under an emulator.
 bad_files: every command with invalid files.
-interrupts: Ctrl-C at random moments of commands.
 hostile_requests: hostile requests and clients that leave, against `jaxllm serve`.
 same_bits: random requests in many ways, which must have the same bits.
 soak: many requests and generations in one process, where memory and programs must not grow.

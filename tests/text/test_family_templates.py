@@ -1,4 +1,4 @@
-"""Chat templates in the style of each family render as in transformers.
+"""Chat templates in the styles of published ones render as in transformers.
 
 The templates were written for this test. They use the roles, special tokens and features
 (namespaces, slices, dates, refusals) of the published templates, but copy none of them.
@@ -14,7 +14,6 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from jaxllm.errors import TemplateError
-from jaxllm.models import FAMILIES
 from jaxllm.text import ChatTemplate
 from jaxllm.text.formats import tokenizer_files
 
@@ -112,23 +111,6 @@ PHI = """\
 {{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] in ['user', 'assistant'] %}\
 {{ '<|' ~ m['role'] ~ '|>\\n' ~ m['content'] ~ '<|end|>\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-GLM = """\
-[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>
-{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% endif %}"""
-SEED = """\
-{% for m in messages %}{{ bos_token + m['role'] }}
-{{ (m['content'] | trim) + eos_token }}{% endfor %}{% if add_generation_prompt %}\
-{{ bos_token + 'assistant\\n' }}{% endif %}"""
-ERNIE = """\
-{%- for m in messages %}{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\\n' }}\
-{% elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + eos_token }}\
-{% elif m['role'] == 'system' %}{{ m['content'] + '\\n' }}{% endif %}{% endfor %}\
-{% if add_generation_prompt is defined and add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
-EXAONE = """\
-{% for m in messages %}{{ '[|' + m['role'] + '|]\\n' + m['content'] }}\
-{%- if not loop.last or m['role'] != 'user' %}{{ '[|endofturn|]\\n' }}{% endif %}{% endfor %}\
-{%- if add_generation_prompt %}{{ '[|endofturn|]\\n[|assistant|]\\n' }}{% endif %}"""
 COHERE = """\
 {{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>\
 {{ '<|%s_TOKEN|>' % ('CHATBOT' if m.role == 'assistant' else m.role | upper) }}\
@@ -243,33 +225,20 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
-GPT_2 = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATES = {
-    "llama": LLAMA_3,
-    "gpt2": GPT_2,
-    "qwen2": CHATML,
-    "qwen3": THINKING,
-    "gemma2": GEMMA_2,
-    "gemma3_text": GEMMA_3,
-    "phi3": PHI,
-    "olmo2": OLMO,
-    "olmo3": CHATML,
-    "glm4": GLM,
-    "glm4_moe": GLM,
-    "seed_oss": SEED,
-    "ernie4_5": ERNIE,
-    "exaone4": EXAONE,
-    "cohere2": COHERE,
-    "granitemoehybrid": GRANITE,
-    "ministral3": MIXTRAL,
-    "qwen3_5_text": CHATML,
-    "lfm2": CHATML,
-    "smollm3": SMOLLM,
-    "granite": GRANITE,
-    "gpt_neox": NEOX,
+    "chatml": CHATML,
     "mixtral": MIXTRAL,
-    "qwen3_moe": THINKING,
-    "gpt_oss": HARMONY,
+    "llama 3": LLAMA_3,
+    "qwen 3": THINKING,
+    "gemma 2": GEMMA_2,
+    "gemma 3": GEMMA_3,
+    "phi": PHI,
+    "olmo": OLMO,
+    "cohere": COHERE,
+    "smollm": SMOLLM,
+    "granite": GRANITE,
+    "neox": NEOX,
+    "gpt-oss": HARMONY,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -314,14 +283,10 @@ def save_tokenizer(template: str | dict[str, str], directory: Path) -> Any:
     return tokenizer
 
 
-def test_every_family_has_test_template() -> None:
-    assert set(TEMPLATES) >= set(FAMILIES)
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_family_template_rendering_equals_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_family_template_rendering_equals_transformers(style: str, tmp_path: Path) -> None:
     """Conversations render as in transformers, and raise where transformers refuses them."""
-    tokenizer = save_tokenizer(TEMPLATES[family], tmp_path)
+    tokenizer = save_tokenizer(TEMPLATES[style], tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     rendered = 0
     for name, conversation in CONVERSATIONS.items():
