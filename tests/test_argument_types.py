@@ -151,6 +151,7 @@ STEPS: dict[str, Call] = {
         {
             "max_new_tokens": "whole", "sampler": "function", "seed": "seed", "cache": "cache?",
             "until": "function", "overflow": "function", "eos_token_ids": "token",
+            "lengths_B": "lengths",
         },
         ONE,
     ),

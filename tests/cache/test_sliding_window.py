@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.cache import compact, drop_range
+from tests.cache.caches import close, filled, fresh, peek
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 WINDOW, LENGTH = 6, 23
@@ -47,3 +49,18 @@ def test_window_spans_exactly_w_keys() -> None:
         changed[0, LENGTH - 1 - back] ^= 1
         after = np.asarray(jaxllm.forward(model, params, None, changed).logits[0, -1])
         assert np.array_equal(before, after) == same
+
+
+def test_window_counts_positions_not_slots() -> None:
+    """A layer of Gemma sees 5 positions: a culled text equals a fresh run without recomputation,
+    compacted or not.
+    """
+    lm, ids = random_model("gemma2", num_hidden_layers=1), tokens(1, 13)
+    assert lm[0].config.window(0) == 5
+    cache = filled(lm, ids)
+    for begin, end in ((1, 5), (9, 12)):  # outside the window, and within it
+        kept = [i for i in range(13) if not begin <= i < end]
+        culled = drop_range(cache, begin, end)
+        expected = fresh(lm, ids[0, kept], [*kept, 13])
+        close(peek(lm, culled)[0], expected)
+        close(peek(lm, compact(culled))[0], expected)
