@@ -111,24 +111,6 @@ PHI = """\
 {{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] in ['user', 'assistant'] %}\
 {{ '<|' ~ m['role'] ~ '|>\\n' ~ m['content'] ~ '<|end|>\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-COHERE = """\
-{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>\
-{{ '<|%s_TOKEN|>' % ('CHATBOT' if m.role == 'assistant' else m.role | upper) }}\
-{{ m['content'] | trim }}<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}\
-<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
-OLMO = """\
-{{ bos_token }}{% for m in messages %}
-{% if m['role'] != 'assistant' %}
-{{ '<|' + m['role'] + '|>\\n' + m['content'] + '\\n' }}
-{%- elif not loop.last %}
-{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}
-{%- else %}
-{{ '<|assistant|>\\n' + m['content'] + eos_token }}
-{%- endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>\\n' }}
-{%- endif %}
-{% endfor %}"""
 SMOLLM = """\
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {%- set mode = namespace(name="/think" if enable_thinking else "/no_think") -%}
@@ -167,11 +149,6 @@ GRANITE = """\
         {{- '<|end_of_role|>' }}
     {%- endif %}
 {%- endfor %}"""
-NEOX = """\
-{% for m in messages %}{% set name = {'user': 'prompter', 'assistant': 'assistant'}.get(m.role) %}\
-{% if name is none %}{{ raise_exception('Only user and assistant, got ' ~ m.role) }}{% endif %}\
-<|{{ name }}|>{{ m.content }}{{ eos_token }}{% endfor %}\
-{{ '<|assistant|>' if add_generation_prompt }}"""
 LLAMA_3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
@@ -233,11 +210,8 @@ TEMPLATES = {
     "gemma 2": GEMMA_2,
     "gemma 3": GEMMA_3,
     "phi": PHI,
-    "olmo": OLMO,
-    "cohere": COHERE,
     "smollm": SMOLLM,
     "granite": GRANITE,
-    "neox": NEOX,
     "gpt-oss": HARMONY,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
