@@ -59,16 +59,6 @@ def test_stream_equals_generate(demo: jaxllm.LM) -> None:
     assert pieces[-1].tokens_per_second > 0
 
 
-@in_both("demo")
-def test_batch_equals_single_prompts(demo: jaxllm.LM) -> None:
-    prompts = ["Once upon a time", "One", "The little dog was very"]
-    together = demo.generate(prompts, max_new_tokens=15)
-    for prompt, completion in zip(prompts, together, strict=True):
-        single = demo.generate(prompt, max_new_tokens=15)
-        assert completion.tokens == single.tokens
-        assert completion.text == single.text
-
-
 def test_cached_prompt_prefix_is_reused(demo: jaxllm.LM) -> None:
     """For any shared prefix, generation equals a fresh run, and only the rest is run."""
     first = demo.generate("Once upon a time", max_new_tokens=12)

@@ -152,24 +152,6 @@ def test_logits_and_gradients_equal_pytorch_formulas(lm: Any) -> None:
         )
 
 
-def test_first_segment_equals_dense_model_bitwise(linear: Any) -> None:
-    """The first segment has the logits of the model without a memory, bit for bit if it is run by
-    itself.
-    """
-    model, params = linear
-    dense = models.build(dataclasses.replace(model.config, attention=None))
-    plain = {**params, "layers.0": {**params["layers.0"]}}
-    plain["layers.0"]["self_attn"] = {
-        name: x for name, x in params["layers.0"]["self_attn"].items() if name != "memory_gate"
-    }
-    ids = tokens(2, T)
-    ours, theirs = (
-        jaxllm.forward(m, p, None, ids[:, :L]).logits for m, p in ((model, params), (dense, plain))
-    )
-    assert np.array_equal(ours, theirs)
-    close(jaxllm.forward(model, params, None, ids).logits[:, :L], theirs)
-
-
 def test_closed_gates_make_segments_independent(linear: Any) -> None:
     """With gates at -inf, each segment has the logits of a separate text."""
     model, params = make_lm("linear", gate=-np.inf)
