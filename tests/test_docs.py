@@ -107,6 +107,7 @@ def count_lines(family: str) -> list[int]:
     return [module, table, tests + (row.end_lineno or row.lineno) - row.lineno + 1]
 
 
+@pytest.mark.more
 def test_migration_page_runs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_flax(cut_demo("gpt2", tmp_path / "my-gpt2"))
     monkeypatch.chdir(tmp_path)
@@ -150,6 +151,7 @@ def test_chat_page_lists_all_commands() -> None:
     assert typed and {*typed} <= COMMANDS.keys()
 
 
+@pytest.mark.more
 def test_troubleshooting_page_runs(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ manager.shutdown_kernel(now=True)
 """
 
 
+@pytest.mark.more
 def test_bar_appears_in_watched_notebook_after_delay(tmp_path: Path) -> None:
     folders = {name: str(tmp_path) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
     done = subprocess.run(

@@ -232,6 +232,7 @@ def test_until_stops_within_a_pass() -> None:
     assert events[-1].step.draft_stats.accepted > 0
 
 
+@pytest.mark.more
 def test_nan_draft_and_nan_row_are_isolated() -> None:
     """Logits that are not finite after a rejected draft end nothing; a row's own end the row, with
     the same tokens as without a draft.
