@@ -1,7 +1,7 @@
 """Model configurations are hashable values, and every field has an effect."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.config.long_attention import LongAttention
-from jaxllm.config.model import HIDDEN_ACTS, ROPE_FIELDS, ScoreHead
+from jaxllm.config.model import ROPE_FIELDS, HiddenAct, ScoreHead
 from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
 from jaxllm.ops import ACTIVATIONS
@@ -83,7 +83,7 @@ def test_dynamic_scaling_extends_context_length() -> None:
 
 
 def test_every_activation_has_function() -> None:
-    assert set(ACTIVATIONS) == set(HIDDEN_ACTS)
+    assert set(ACTIVATIONS) == set(get_args(HiddenAct))
 
 
 @pytest.mark.parametrize("kind", ROPE_FIELDS)

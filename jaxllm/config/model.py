@@ -7,7 +7,7 @@ family's file in `models` adds its own fields. An instance is a valid static arg
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import Meta
 
@@ -22,7 +22,6 @@ HiddenAct = Literal[
     "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
     "gelu_pytorch_tanh", "gelu_python_tanh", "relu",
 ]  # fmt: skip
-HIDDEN_ACTS = get_args(HiddenAct)
 
 # Bounds that catch typos in files; far above any published model.
 VocabSize = Annotated[int, Meta(ge=1, le=1 << 22)]

@@ -9,12 +9,11 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig, ScoreHead
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
+from jaxllm.generation.completion import LanguageModel
 from jaxllm.generation.embeddings import last_logits
 from jaxllm.models.inputs import check_predicts_tokens
 from jaxllm.text.embedding_settings import EmbeddingSettings
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.model import Model
-from jaxllm.weights.paths import Params
 
 # The published form of Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176).
 RERANK_TEMPLATE = (
@@ -42,17 +41,11 @@ class Classification(NamedTuple):
     scores: np.ndarray
 
 
-class RankingModel(Protocol):
+class RankingModel(LanguageModel, Protocol):
     """The part of `jaxllm.LM` that `classify` and `rerank` use."""
 
     @property
     def config(self) -> ModelConfig: ...
-    @property
-    def model(self) -> Model: ...
-    @property
-    def params(self) -> Params: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
     @property
     def path(self) -> Path: ...
     @property

@@ -26,7 +26,7 @@ import jaxllm
 from jaxllm.compress.student import StudentSize, cut_student
 from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import from_examples, from_ids
+from jaxllm.train.data.examples import build_examples, from_ids
 from jaxllm.train.data.rows import Data, Example
 from jaxllm.train.distill.job import (
     Distillation,
@@ -35,7 +35,7 @@ from jaxllm.train.distill.job import (
     extract_student,
 )
 from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
-from jaxllm.train.distill.sequence_kd import cut_prompts, write_completions
+from jaxllm.train.distill.sequence_kd import write_completions
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
@@ -85,7 +85,8 @@ def make_dataset(lm: LM, count: int, seed: int) -> Dataset:
 def generate_dataset(teacher: LM, count: int, seed: int, folder: Path) -> Dataset:
     """Return the teacher's continuations of the same stories; prompts have no loss."""
     assert teacher.tokenizer is not None
-    prompts = cut_prompts(teacher, list(draw_stories(count, seed)), PROMPT)
+    read, decode = teacher.tokenizer.encode, teacher.tokenizer.decode
+    prompts = [decode(read(story)[:PROMPT]) for story in draw_stories(count, seed)]
     path = folder / "generated.jsonl"
     write_completions(
         teacher, prompts, path, {"max_new_tokens": WIDTH - PROMPT, "temperature": 1.0}, rows=16
@@ -98,7 +99,7 @@ def generate_dataset(teacher: LM, count: int, seed: int, folder: Path) -> Datase
         rest = [*encode(row["completion"]), *end]
         counts = [False] * len(first) + [True] * len(rest)
         examples.append(Example(np.array([*first, *rest]), np.array(counts)))
-    return Dataset(from_examples(examples), WIDTH, ROWS)
+    return Dataset(build_examples([example] for example in examples), WIDTH, ROWS)
 
 
 def mean_loss(lm: LM, teacher: LM, data: Data) -> Loss:

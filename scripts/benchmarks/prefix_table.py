@@ -25,7 +25,7 @@ import numpy as np
 import jaxllm
 from jaxllm.adapters import LoraConfig, attach_new_lora
 from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import from_examples
+from jaxllm.train.data.examples import build_examples
 from jaxllm.train.data.rows import Example
 from jaxllm.train.frozen_prefix import PrefixLoss, check_context, run_prefix
 from jaxllm.train.objective import NextToken
@@ -70,7 +70,9 @@ def measure(lm: Any, prefix: int, width: int, rows: int, steps: int) -> dict[str
         ("once", separate, width, PrefixLoss()),
         ("each", joined, prefix + width, NextToken()),
     ):
-        data = Dataset(from_examples(examples), width=columns, batch_size=rows)
+        data = Dataset(
+            build_examples([example] for example in examples), width=columns, batch_size=rows
+        )
         batch = jax.tree.map(lambda x: x[None], data.batch(0))
         setup = Setup(lm.model, objective, Optimizer(steps=steps + 1, lr=1e-3))
         runs[name] = [init_state(trained, setup), batch, setup]

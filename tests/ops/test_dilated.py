@@ -1,5 +1,6 @@
 """Dilated attention by gathering, against the paper's formulas as loops and a dense softmax."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 
 from jaxllm.ops import Part, cast
 from jaxllm.ops.dilated import blocks
-from jaxllm.ops.dilated.attention import attend, dense_attend, dense_weights, multiplicity
+from jaxllm.ops.dilated.attention import attend, dense_weights, multiplicity
 from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
+from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.products import einsum
 
 N, K, H = 6, 2, 5
 SCALE = 0.6
@@ -22,6 +25,20 @@ def pairs(*given: tuple[int, int], heads: int = N) -> tuple[Dilation, ...]:
 
 
 PAIRS = pairs((4, 1), (8, 3), (16, 6))  # no segment is a multiple of its dilation, as in the paper
+
+
+def dense_attend(
+    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
+) -> jax.Array:
+    """Compute `attend` as one softmax with the logarithm of `multiplicity`, `[B, T, N, H]`."""
+    B, T, N, H = q_BTNH.shape
+    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, pattern)
+    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
+    position_BS = concat_slots([p.position_BS for p in parts], B)
+    v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN
+    weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, v_BSKH.shape[1])
+    out_BTKGH = einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
+    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def draw(rows: int, length: int, seed: int = 0) -> tuple[np.ndarray, ...]:

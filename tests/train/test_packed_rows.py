@@ -11,7 +11,7 @@ import torch
 
 from jaxllm import steps
 from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import from_examples
+from jaxllm.train.data.examples import build_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 from jaxllm.weights.paths import Params, flatten
 from tests.tiny_models import Twin, assert_close, make_twin, our_arrays, random_model, tokens
@@ -62,7 +62,7 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_pat
     """mistral is a llama with a sliding window, which starts anew in each document."""
     changes = {} if family == "gpt2" else {"sliding_window": 3}
     twin, documents = make_twin(tmp_path, family, **changes), examples()
-    data = Dataset(from_examples(documents), width=WIDTH, batch_size=2)
+    data = Dataset(build_examples([example] for example in documents), width=WIDTH, batch_size=2)
     rows = data.batch(0)
     assert len(data) == 1
     assert (rows.position_BT < 0).any(axis=1).all()
@@ -83,7 +83,9 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_pat
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_remat_gradients_equal_plain(family: str) -> None:
     model, params = random_model(family)
-    rows = Dataset(from_examples(examples()), width=WIDTH, batch_size=2).batch(0)
+    rows = Dataset(
+        build_examples([example] for example in examples()), width=WIDTH, batch_size=2
+    ).batch(0)
     plain, remat = (
         jax.jit(jax.grad(loss), static_argnums=1)(params, model.clone(remat=on), rows)
         for on in (False, True)

@@ -100,17 +100,3 @@ def dense_weights(
     score = jnp.where(count > 0, soft_cap(pattern.scale * product, pattern.cap) + bias, -jnp.inf)
     seen = (count > 0).any(axis=-1, keepdims=True)
     return jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, 0.0), axis=-1), 0.0)
-
-
-def dense_attend(
-    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
-) -> jax.Array:
-    """Compute `attend` as one softmax with the logarithm of `multiplicity`, `[B, T, N, H]`."""
-    B, T, N, H = q_BTNH.shape
-    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, pattern)
-    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
-    position_BS = concat_slots([p.position_BS for p in parts], B)
-    v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN
-    weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, v_BSKH.shape[1])
-    out_BTKGH = einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -9,12 +9,11 @@ section 2.2).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_int
 
-ScheduleName = Literal["gpipe", "1f1b"]
 MAX_SIZE = 1 << 12  # stages, microbatches or chunks: more than in any published run
 
 

@@ -94,33 +94,6 @@ def build_examples(
     return Examples(_as_array(tokens), counts_N, _as_array(begin), long, bos, dict(source or {}))
 
 
-def from_examples(examples: Iterable[Example], **options: Any) -> Examples:
-    """Concatenate examples; each is read once and then released.
-
-    options: as of `build_examples`. Raises TokenError for token ids and loss masks of unequal
-    lengths, and if there is no example.
-    """
-
-    def check_example(number: int, example: Any) -> Pieces:
-        if not isinstance(example, tuple | list) or len(example) != 2:
-            raise TokenError(
-                f"example {number} must be an Example(token ids, loss mask), got {example!r:.60}"
-            )
-        token_T = as_token_array(f"example {number}", example[0])
-        counts_T = np.asarray(example[1])
-        if counts_T.dtype.kind != "b" and counts_T.size:
-            raise TokenError(f"example {number}: the loss mask must be bool, got {counts_T.dtype}")
-        if counts_T.shape != token_T.shape:
-            raise TokenError(
-                f"example {number} has {len(token_T)} tokens and a loss mask of {counts_T.size}:"
-                " give one value per token"
-            )
-        return [(token_T, counts_T)]
-
-    checked = (check_example(n, example) for n, example in enumerate(_check_iterable(examples)))
-    return build_examples(checked, **options)
-
-
 def from_ids(documents: Iterable[Any], **options: Any) -> Examples:
     """Make examples of documents of token ids, all of them learned.
 

@@ -99,17 +99,6 @@ def write_completions(
     return WriteSummary(len(texts), len(prompts) - len(texts))
 
 
-def cut_prompts(teacher: LM, texts: Sequence[str], tokens: int) -> list[str]:
-    """Return the first `tokens` tokens of each text, as prompts for a teacher.
-
-    Shorter texts are not changed. Raises ConfigError if there is no tokenizer.
-    """
-    if teacher.tokenizer is None:
-        raise ConfigError(f"the teacher {teacher.path.name} has no tokenizer")
-    encode, decode = teacher.tokenizer.encode, teacher.tokenizer.decode
-    return [decode(ids[:tokens]) if len(ids := encode(x)) > tokens else x for x in texts]
-
-
 def new_token_count(config: ModelConfig, prompt: int, requested: int | None) -> int:
     """Return how many tokens a teacher generates after a prompt: `requested`, or else `NEW_TOKENS`,
     limited by its context.

@@ -17,13 +17,14 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.export.step import StepSignature, check_signature
 from jaxllm.models.long import dilated
-from jaxllm.ops.dilated.attention import dense_attend, multiplicity
+from jaxllm.ops.dilated.attention import multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, peek
 from tests.conftest import Run, succeed
+from tests.ops.test_dilated import dense_attend
 from tests.tiny_models import cut_demo, random_model, tokens
 
 DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}

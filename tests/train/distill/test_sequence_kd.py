@@ -48,8 +48,7 @@ def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 @pytest.mark.full
 def test_write_completions_equals_generate(shallow: Callable[[str], Path], tmp_path: Path) -> None:
     teacher = jaxllm.load(shallow("llama"))
-    prompts = sequence_kd.cut_prompts(teacher, ["Once upon a time there was", "One day"], 4)
-    assert "Once upon a time there".startswith(prompts[0])
+    prompts = ["Once upon a time", "One day"]
     sequence_kd.write_completions(teacher, prompts, tmp_path / "texts", OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
     expected_texts = [
