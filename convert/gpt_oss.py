@@ -18,7 +18,7 @@ from jaxllm.convert.tables import Field
 from jaxllm.errors import CheckpointError
 from jaxllm.models.gpt_oss import GptOssConfig
 from jaxllm.weights.lazy import LazyTensor, stack_tensors
-from jaxllm.weights.types.mxfp4 import FORMAT, GROUP, read_scales
+from jaxllm.weights.types.mxfp4 import FORMAT, GROUP
 
 DEFAULT_ROPE = {
     "rope_type": "yarn",
@@ -43,9 +43,9 @@ def _repack(blocks: np.ndarray) -> np.ndarray:
 # By a tensor's suffix: our suffix, and what converts one expert's.
 _READERS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "": (".weight", np.transpose),
-    "_bias": (".bias", lambda vector: vector),
+    "_bias": (".bias", lambda part: part),
     "_blocks": (".weight.data", _repack),
-    "_scales": (".weight.scale", read_scales),
+    "_scales": (".weight.scale", lambda part: part),
 }
 
 

@@ -167,7 +167,7 @@ _ROWS = (
         32,
         17,
         table_codes(mxfp4.LEVELS, 1, 16),
-        lambda b: mxfp4.read_scales(b[:, :1]).astype(np.float32),
+        lambda b: np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128),
     ),
     _super_block(12, "Q4_K"),
     _super_block(13, "Q5_K"),

@@ -58,8 +58,9 @@ class LeafRecipe(NamedTuple):
                 return block.read_scales(blocks)[:, 0::2]
             case "second":
                 return block.read_scales(blocks)[:, 1::2]
-        if self.format.scale_dtype == "float16":  # a block's first number: copied, not converted
-            return blocks[:, :2].view(np.float16)
+        stored = np.dtype(self.format.scale_dtype)
+        if stored != np.float32:  # a block's first number: copied, not converted
+            return blocks[:, : stored.itemsize].view(stored)
         return block.read_scales(blocks)
 
 
@@ -254,7 +255,7 @@ def pack_blocks(kind: IntFormat, data: np.ndarray, scale: np.ndarray, columns: i
         .view(np.uint8)
         .reshape(rows, round_up(columns, CHUNK) // BLOCK_SIZE, -1)
     )
-    scale = mxfp4.write_scales(scale) if kind is mxfp4.FORMAT else np.ascontiguousarray(scale)
+    scale = np.ascontiguousarray(scale)
     scales = scale.view(np.uint8).reshape(rows, -1, scale.itemsize)
     blocks = np.concatenate([scales[:, :count], codes[:, :count]], axis=2)
     return blocks.reshape(rows, -1)

@@ -20,7 +20,6 @@ from jaxllm.convert.gguf.writer import write_gguf
 from jaxllm.convert.hf import read_config, write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.gguf_files import dequantized, raw_of, raw_tensors, write
@@ -87,7 +86,7 @@ def test_published_experts_stay_in_four_bits(pair: tuple[Path, Path], tmp_path: 
         assert weight_format(weight) == "int8-g32"  # without rounding
         np.testing.assert_array_equal(to_dense(weight), dict(flatten(exact.params))[path])
     bits = [8 * x.nbytes / x.size for path, x in stacks(lm).items() if "gate" in path]
-    assert max(bits) == 9  # 4.5, and twice as many columns as there are, to whole chunks of 128
+    assert max(bits) == 8.5  # 4.25, and twice as many columns as there are, to whole chunks of 128
     assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(plain))
     write_hf(tmp_path / "hf", dequantize_checkpoint(open_checkpoint(packed)))
     written = load_file(tmp_path / "hf" / "model.safetensors")
@@ -120,22 +119,6 @@ def test_gguf_experts_stay_in_four_bits(pair: tuple[Path, Path], tmp_path: Path)
     write_gguf(tmp_path / "c.gguf", open_checkpoint(packed), "Q8_0")
     found = {n: t for n, t in raw_tensors(tmp_path / "c.gguf").items() if "exps.weight" in n}
     assert {kind for kind, _, _ in found.values()} == {"MXFP4"}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 40])
-def test_products_of_experts_equal_dense_products(
-    pair: tuple[Path, Path], dtype: str, rows: int
-) -> None:
-    """A product with a stack in 4 bits is that with its floats, in each dtype of inputs."""
-    stack = stacks(jaxllm.load(pair[1]))[STACK.format(0, "down")]
-    rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((rows, 160)), dtype)
-    expert = rng.integers(-1, 5, rows).astype(np.int32)
-    dense = np.asarray(to_dense(stack), np.float64)
-    wanted = np.einsum("ai,aoi->ao", np.asarray(x, np.float64), dense[expert])
-    found = expert_linears(x, [stack], jnp.asarray(expert))[0]
-    np.testing.assert_allclose(found, wanted * (expert >= 0)[:, None], rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_pieces_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

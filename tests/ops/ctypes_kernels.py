@@ -31,7 +31,8 @@ def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
 
 Weight = structure(
     "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
-    group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, blocks=c_bool,
+    group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, e2m1=c_bool,
+    blocks=c_bool,
     codebook=c_void_p, scale_codebook=c_void_p, factor=c_void_p, mean=c_void_p,
     nibbles=c_void_p, nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p,
     escape_column=c_void_p, escape_value=c_void_p, escapes=c_int32, mask=c_void_p,
@@ -140,7 +141,8 @@ class Matrix:
     def native(self) -> Any:
         rows, columns = self.numbers.shape
         w = Weight(
-            kind=self.kind, rows=rows, columns=columns, data=address(self.data),
+            kind=Kind.INT4 if self.kind == Kind.MXFP4 else self.kind,
+            e2m1=self.kind == Kind.MXFP4, rows=rows, columns=columns, data=address(self.data),
             stride=self.data.shape[-1] * self.data.itemsize, zero=address(self.zero),
             scale=None if self.blocks else address(self.scale), blocks=self.blocks,
         )  # fmt: skip

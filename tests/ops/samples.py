@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.ops.native import Kind
+from jaxllm.weights.types.mxfp4 import LEVELS as MXFP4_LEVELS
 from jaxllm.weights.types.nf4 import DYNAMIC, LEVELS
 from tests.ops.ctypes_kernels import DTYPES, Cached, Matrix, bfloat16, placed
 
@@ -54,6 +55,19 @@ def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[
         )  # fmt: skip
 
     return draw
+
+
+def _mxfp4(rng: Rng, rows: int, columns: int) -> Matrix:
+    """Draw a `weights.types.mxfp4` weight: the levels of int4's codes, and exponents as scales."""
+    plain = _integers(4, 32, False, "float32")(rng, rows, columns)
+    exponent = rng.integers(110, 128, (rows, plain.data.shape[1] // 16)).astype(np.uint8)
+    low, high = (
+        MXFP4_LEVELS[x.reshape(*exponent.shape, 16)] for x in (plain.data & 15, plain.data >> 4)
+    )
+    level = np.stack([low, high], axis=2).astype(np.float64)
+    numbers = level.reshape(*exponent.shape, 32) * np.exp2(exponent - 128.0)[..., None]
+    numbers = numbers.reshape(rows, plain.data.shape[1] * 2)[:, :columns]
+    return Matrix(Kind.MXFP4, numbers, plain.data, 32, placed(exponent))
 
 
 def _blocks(bits: int) -> Callable[..., Matrix]:
@@ -215,6 +229,7 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
         _integers(bits, group, zero, scales)
         for bits, group, zero, scales in INTEGERS
     },
+    "mxfp4": _mxfp4,
     "int8-blocks": _blocks(8),
     "int4-blocks": _blocks(4),
     **{kind.name.lower(): _super_blocks(kind) for kind in SUPER_KINDS},

@@ -81,7 +81,7 @@ def test_rows_beyond_the_cache_have_the_same_bits(isa: str, name: str) -> None:
         assert y[row : row + 1].tobytes() == alone.tobytes(), row
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", [*INTEGERS, "mxfp4"])
 def test_product_ignores_huge_input_at_zero_weight(isa: str, name: str) -> None:
     """An input up to 3e38 that meets a zero weight costs the other terms of that output no
     precision.
@@ -148,7 +148,7 @@ def test_input_rounding_equals_round_to_int8(isa: str, name: str) -> None:
         assert (y == rounded(x, matrix.group)).all(), (kind, dtype)
 
 
-@pytest.mark.parametrize("name", INTEGERS + SUPER)
+@pytest.mark.parametrize("name", [*INTEGERS, *SUPER, "mxfp4"])
 def test_rounded_input_product_is_exact_to_float32(isa: str, name: str) -> None:
     """With inputs rounded to int8, outputs are within float32 rounding, and row 0 has the same bits
     in every batch size.
@@ -243,7 +243,7 @@ def test_sparse_int8_rounded_product_equals_dense(isa: str, name: str) -> None:
         assert ours.tobytes() == same.tobytes(), (dtype, rows)
 
 
-@pytest.mark.parametrize("name", INTEGERS + SUPER)
+@pytest.mark.parametrize("name", [*INTEGERS, *SUPER, "mxfp4"])
 def test_int8_input_product_sums_are_exact(isa: str, name: str) -> None:
     """Integer sums are exact and scaled once: bit for bit if a row has one scale, per group
     otherwise.

@@ -68,11 +68,12 @@ class Kind(IntEnum):
     Q4_K = 13
     Q5_K = 14
     Q6_K = 15
+    MXFP4 = 16
 
 
 PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)
 # Kinds that `experts` supports: each matrix of a stack starts at its own offset.
-EXPERT_KINDS = (*PLAIN_KINDS, Kind.INT8, Kind.INT4, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+EXPERT_KINDS = (*PLAIN_KINDS, Kind.INT8, Kind.INT4, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.MXFP4)
 
 
 class KernelPath(NamedTuple):
@@ -335,9 +336,7 @@ def experts(
     }
     # Without copies; blocks are bytes.
     flat = [
-        x.reshape(-1, *(() if w.kind >= Kind.Q4_K else x.shape[2:]))
-        for w in stacks
-        for x in w.arrays
+        x.reshape(-1, *(x.shape[2:] if w.rows is None else ())) for w in stacks for x in w.arrays
     ]
     return list(call(x_AI, expert_A, *flat, **attributes))
 

@@ -26,7 +26,7 @@ from jaxllm.ops import native
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.affine import AffineQuantizer, quantize_rows
-from jaxllm.weights.types.arrays import DTYPES, add_dependency, matmul
+from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
     INPUT_BLOCK,
     ArraySpecs,
@@ -125,6 +125,11 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         size = self.int_format.group_size(self.columns)
         return self.codes.astype(dtype) - jnp.repeat(self.zero.astype(dtype), size, axis=-1)
 
+    @property
+    def wide_scale(self) -> jax.Array:
+        """The scales as float32."""
+        return self.scale.astype(jnp.float32)
+
     def to_dense(self, dtype: Any = None) -> jax.Array:
         """Return the weights, computed in float32."""
         if self.offset is None:
@@ -134,7 +139,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
 
     @partial(jax.jit, static_argnums=1)  # fused also when the caller is not compiled
     def _dense(self, dtype: Any) -> jax.Array:
-        q, scale = self.centered_codes(), self.scale.astype(jnp.float32)
+        q, scale = self.centered_codes(), self.wide_scale
         if self.second_scale is not None:
             scale = _pair(scale, self.second_scale)
         grouped = q.reshape(*scale.shape, q.shape[-1] // scale.shape[-1]).astype(jnp.float32)
@@ -400,7 +405,7 @@ class IntFormat(AffineQuantizer, Format):
         groups = (*rows, width // (self._stored_group or width))
         specs = {
             "data": ((*rows, width * self.bits // 8), self.code_dtype),
-            "scale": (groups, DTYPES[self.scale_dtype]),
+            "scale": (groups, jnp.dtype(self.scale_dtype)),
             "zero": (groups, np.uint8),
             "offset": (groups, np.float32),
             "second_scale": (groups, np.float32),

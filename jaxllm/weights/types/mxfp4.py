@@ -1,7 +1,7 @@
 """MXFP4: codes of 4 bits, e2m1 floats, with a power of two as the scale of each 32 columns.
 
 From the OCP Microscaling Formats (MX) Specification 1.0, section 5. Codes are packed and sliced as
-those of `IntWeight`; only their values differ.
+those of `IntWeight`; only their values differ, and their scales, which are stored as exponents.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.ops import native
 from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.int_weight import MAX_F32_ROWS, IntFormat, IntWeight
 
@@ -20,21 +21,11 @@ GROUP = 32
 LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
-def read_scales(exponent: np.ndarray) -> np.ndarray:
-    """Return the scales of `LEVELS` for biased exponents, uint8, of the codes' scales: bfloat16."""
-    scale: np.ndarray = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
-    return scale.astype(jnp.bfloat16)
-
-
-def write_scales(scale: np.ndarray) -> np.ndarray:
-    """Invert `read_scales`."""
-    return (np.frexp(scale.astype(np.float32))[1] + 127).astype(np.uint8)
-
-
 class Mxfp4Weight(IntWeight):
-    """`weight[o, i] = LEVELS[q[o, i]] * scale[o, i // 32]`, the scale in bfloat16: it is exact."""
+    """`weight[o, i] = LEVELS[q[o, i]] * 2**(scale[o, i // 32] - 128)`, exact in bfloat16.
 
-    supports_int8_inputs = False
+    XLA takes the subnormal powers, those of 0 and 1, for 0.
+    """
 
     @property
     def int_format(self) -> IntFormat:
@@ -50,6 +41,11 @@ class Mxfp4Weight(IntWeight):
         return jnp.where(codes < 8, level, -level)
 
     @property
+    def wide_scale(self) -> jax.Array:
+        exponent = jnp.maximum(self.scale.astype(jnp.uint32), 1) - 1
+        return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+    @property
     def dtype(self) -> Any:
         return jnp.dtype(jnp.bfloat16)
 
@@ -58,9 +54,8 @@ class Mxfp4Weight(IntWeight):
         return super().to_dense(dtype or self.dtype)
 
     def to_int8(self) -> IntWeight:
-        """Return the same numbers as `int8-g32`, which has kernels on a CPU."""
-        scale = self.scale.astype(jnp.float32)
-        return IntWeight(self.centered_codes(), scale, None, 8, GROUP, self.columns)
+        """Return the same numbers as `int8-g32`."""
+        return IntWeight(self.centered_codes(), self.wide_scale, None, 8, GROUP, self.columns)
 
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         weight = add_dependency(x_RI, self)  # as for `IntWeight`
@@ -70,8 +65,8 @@ class Mxfp4Weight(IntWeight):
     def for_accelerator(self) -> "Mxfp4Weight":
         return self
 
-    def native_matrix(self) -> None:
-        return None
+    def native_matrix(self) -> native.Matrix:
+        return native.Matrix(native.Kind.MXFP4, [self.data, self.scale], GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +85,17 @@ class Mxfp4Format(IntFormat):
     def is_plain(self) -> bool:
         return False
 
+    def check_arrays(
+        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Check nothing: any exponent is that of a finite scale."""
+
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Mxfp4Weight:
         data, scale = arrays[".data"], arrays[".scale"]
         return Mxfp4Weight(data, scale, None, bits=4, group=GROUP, columns=shape[-1])
 
 
-FORMAT = Mxfp4Format(4, GROUP, scale_dtype="bfloat16")
+FORMAT = Mxfp4Format(4, GROUP, scale_dtype="uint8")
 
 
 def parse(name: str) -> Mxfp4Format | None:

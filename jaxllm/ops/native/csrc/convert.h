@@ -25,6 +25,12 @@ inline float scalar_from_f16(uint16_t bits) {
   return from_f16(reinterpret_cast<const uint16_t*>(&halves))[0];
 }
 
+// 2^(e - 128); 0 for 0 and 1, as XLA's threads flush subnormal floats.
+inline float from_exponent(uint32_t e) {
+  const uint32_t bits = (e - (e > 0)) << 23;
+  return load<float>(&bits);
+}
+
 inline float element(Kind kind, const void* data, int64_t i) {
   switch (kind) {
     case Kind::kBF16: return from_bf16(static_cast<const uint16_t*>(data)[i]);
@@ -64,8 +70,12 @@ inline float group_scale(const Weight& w, int64_t i) {
   if (w.scale_codebook)  // rounded once, as a sum near zero would keep few bits of a rounded product
     return __builtin_fmaf(w.scale_codebook[static_cast<const uint8_t*>(w.scale)[i]], w.factor[i >> 8], *w.mean);
   if (w.blocks) return element(Kind::kF16, w.data + i * block_bytes(w.kind == Kind::kInt4 ? 4 : 8), 0);
+  if (w.e2m1) return from_exponent(static_cast<const uint8_t*>(w.scale)[i]);
   return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i);
 }
+
+// from_exponent of each lane.
+JAXLLM_INLINE Floats from_exponents(Ints e) { return Floats((e + (e > 0)) << 23); }
 
 constexpr int64_t kScalesAtOnce = 64;  // scales that are converted at once
 
@@ -86,7 +96,7 @@ inline void to_floats(Kind kind, const void* data, int64_t at, int64_t count, fl
   for (int64_t i = vector_end; i < count; i++) out[i] = element(kind, data, at + i);
 }
 
-// Converts the scales of `rows` rows from row o on.
+// Converts the scales of `rows` rows from row o on; not exponents.
 inline void load_scales(const Weight& w, int64_t o, int64_t rows, float* out) {
   const int64_t first = o * w.groups, count = rows * w.groups, bytes = block_bytes(w.kind == Kind::kInt4 ? 4 : 8);
   for (int64_t i = 0; i < count && w.scale_codebook; i++) out[i] = group_scale(w, first + i);

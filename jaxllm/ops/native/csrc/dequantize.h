@@ -17,8 +17,9 @@ inline void dequantize_integers(const Weight& w, const uint8_t* row, int64_t o, 
     const uint8_t* byte = row + (first / 32 + b) * (w.blocks ? bytes + 2 : bytes) + (w.blocks ? 2 : 0);
     int8_t q[32];
     for (int j = 0; j < 16; j++) {
-      q[j] = int8_t(int4 ? byte[j] & 15 : byte[j]);
-      q[16 + j] = int8_t(int4 ? byte[j] >> 4 : byte[16 + j]);
+      const int low = int4 ? byte[j] & 15 : byte[j], high = int4 ? byte[j] >> 4 : byte[16 + j];
+      q[j] = w.e2m1 ? kLevels[low] : int8_t(low);
+      q[16 + j] = w.e2m1 ? kLevels[high] : int8_t(high);
     }
     to_floats(Kind::kInt8, q, 0, 32, out + 32 * b);
   }
@@ -26,7 +27,7 @@ inline void dequantize_integers(const Weight& w, const uint8_t* row, int64_t o, 
   for (int64_t i = 0; i < kRowChunk; i += step) {
     const int64_t g = o * w.groups + (first + i) / w.group;
     const float scale = group_scale(w, g);
-    const float zero = w.zero ? w.zero[g] : (int4 ? 8.0f : 0.0f);
+    const float zero = w.zero ? w.zero[g] : (int4 && !w.e2m1 ? 8.0f : 0.0f);
     for (int64_t j = i; j < i + step; j += kLanes) store(out + j, (load<Floats>(out + j) - zero) * scale);
   }
 }

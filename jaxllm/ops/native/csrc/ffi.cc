@@ -95,7 +95,7 @@ struct Product {
 
 // Whether both need the same prepared input.
 bool same_prepared_input(const Weight& a, const Weight& b) {
-  return a.kind == b.kind && a.group == b.group && !a.zero == !b.zero;
+  return a.kind == b.kind && a.group == b.group && !a.zero == !b.zero && a.e2m1 == b.e2m1;
 }
 
 // Products that are computed together, by the matrix unit if `matrix_unit` and it supports them.
@@ -233,7 +233,7 @@ Weight expert_matrix(const Weight& stack, int64_t first, int64_t rows) {
   Weight w = stack;
   w.rows = rows;
   w.data += first * w.stride;
-  if (w.scale) w.scale = static_cast<const uint8_t*>(w.scale) + first * w.groups * (w.half ? 2 : 4);
+  if (w.scale) w.scale = static_cast<const uint8_t*>(w.scale) + first * w.groups * (w.e2m1 ? 1 : (w.half ? 2 : 4));
   if (w.zero) w.zero += first * w.groups;
   return w;
 }

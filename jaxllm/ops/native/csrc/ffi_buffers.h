@@ -132,10 +132,11 @@ inline ffi::ErrorOr<Weight> parse_blocks(Weight w, const AnyBuffer& bytes, int64
 inline ffi::ErrorOr<Weight> parse_weight(const std::vector<AnyBuffer>& buffers, int32_t kind, int64_t group,
                                          int64_t columns) {
   Weight w = {};
-  w.kind = static_cast<Kind>(kind);
+  w.e2m1 = kind == int32_t(Kind::kMXFP4);
+  w.kind = w.e2m1 ? Kind::kInt4 : static_cast<Kind>(kind);
   w.columns = columns;
   const bool ints = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
-  if ((ints || w.kind >= Kind::kQ4K) && buffers.size() == 1) return parse_blocks(w, buffers[0], group);
+  if ((ints || w.kind >= Kind::kQ4K) && buffers.size() == 1 && !w.e2m1) return parse_blocks(w, buffers[0], group);
   if (buffers.empty() || buffers[0].dimensions().size() != 2 || columns < 0) return unexpected("a weight is a matrix");
   w.rows = buffers[0].dimensions()[0];
   w.data = data_as<uint8_t>(buffers[0]);
@@ -154,8 +155,11 @@ inline ffi::ErrorOr<Weight> parse_weight(const std::vector<AnyBuffer>& buffers, 
       w.group = group ? group : width;
       w.groups = group ? width / group : 1;
       const bool grouped = group == 32 || group == 64 || group == 128;
-      const bool scaled = buffers.size() >= 2 && (is(buffers[1], Type::F32, {w.rows, w.groups}) ||
-                                                  is(buffers[1], Type::F16, {w.rows, w.groups}));
+      const auto scales_are = [&](Type type) {
+        return buffers.size() >= 2 && is(buffers[1], type, {w.rows, w.groups});
+      };
+      const bool scaled = w.e2m1 ? scales_are(Type::U8) && group == 32 && buffers.size() == 2
+                                 : scales_are(Type::F32) || scales_are(Type::F16);
       if (!grouped && (is_int4 || group)) return unexpected("a group is of 32, 64 or 128 columns");
       if (!is(buffers[0], is_int4 ? Type::U8 : Type::S8, {w.rows, is_int4 ? width / 2 : width}) || !scaled)
         return ffi::Unexpected(

@@ -20,7 +20,7 @@ constexpr int kDigitBits = kOffset ? 8 : 7;
 constexpr int kSumScale = kOffset ? 16 : 1;  // sums are scaled by it
 
 inline bool uses_digits(const Weight& w, const Input& in) {
-  return kDigitRows && w.kind == Kind::kInt4 && in.bf16 && !in.quantize;
+  return kDigitRows && w.kind == Kind::kInt4 && !w.e2m1 && in.bf16 && !in.quantize;
 }
 
 // Column order of bfloat16 registers that are split into floats: the even columns, then the odd ones.

@@ -66,7 +66,7 @@ void quantize_chunk(const Weight& w, const float* x, bool quantized, Int8Chunk<L
   constexpr bool kInt4 = Lanes == 16;
   const bool scaled_by_row = w.groups <= 1 && !kInt4;
   const int64_t count = step_columns(w);
-  const int32_t offset = kInt4 ? (w.zero ? 1 : 8) : kOffset;
+  const int32_t offset = kInt4 ? (w.zero ? 1 : (w.e2m1 ? kLevels[7] : 8)) : kOffset;
   int8_t q[128];
   float step[4];  // of 32 columns
   for (int64_t c = 0; c < 128; c += count) {
@@ -86,7 +86,7 @@ void quantize_chunk(const Weight& w, const float* x, bool quantized, Int8Chunk<L
 }
 
 // Storage format of the weights.
-enum class Format { kInt8Row, kInt8, kInt8Blocks, kInt4, kInt4Zero, kInt4Blocks };
+enum class Format { kInt8Row, kInt8, kInt8Blocks, kInt4, kInt4Zero, kInt4Blocks, kE2M1 };
 
 constexpr bool is_int4(Format format) { return format >= Format::kInt4; }
 
@@ -113,6 +113,8 @@ void int8_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, i
   GroupRow group[O];
   JAXLLM_UNROLL
   for (int i = 0; i < O && !kRow && !kBlocks; i++) group[i] = groups.row(o[i], i);
+  Bytes levels = {};  // with the offset that makes them unsigned
+  for (int i = 0; i < kBytes && W == Format::kE2M1; i++) levels[i] = uint8_t(kLevels[i % 16] + kLevels[7]);
   Floats total[O][R];
   Ints exact[O][R];
   clear(total);
@@ -140,10 +142,16 @@ void int8_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, i
           const Bytes bytes = load_codes<kBits, kBlocks>(line[p], (v + u) * kColumns);
           first[p][u] = kInt4 ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
           if (kInt4) second[p] = bytes >> 4;
+          if (W == Format::kE2M1) {
+            first[p][u] = shuffle_bytes(levels, first[p][u]);
+            second[p] = shuffle_bytes(levels, second[p]);
+          }
         }
         if constexpr (kBlocks)
           scale[p] = groups.broadcast.template strided<(kColumns + 31) / 32>(
               line[p] + v * kColumns / 32 * block_bytes(kBits), block_bytes(kBits));
+        else if (W == Format::kE2M1)
+          scale[p] = groups.power(group[i + p], column);
         else if (!kRow)
           scale[p] = groups.scale(group[i + p], column);
         if (W == Format::kInt4Zero) zero[p] = groups.zero(group[i + p], column);
@@ -200,8 +208,9 @@ inline void multiply_int8(const Weight& w, const Input& in, const uint8_t* x, in
     return w.kind == Kind::kInt4 ? multiply_format<Format::kInt4Blocks>(w, in, x, begin, end, y)
                                  : multiply_format<Format::kInt8Blocks>(w, in, x, begin, end, y);
   if (w.kind == Kind::kInt4)
-    return w.zero ? multiply_format<Format::kInt4Zero>(w, in, x, begin, end, y)
-                  : multiply_format<Format::kInt4>(w, in, x, begin, end, y);
+    return w.zero   ? multiply_format<Format::kInt4Zero>(w, in, x, begin, end, y)
+           : w.e2m1 ? multiply_format<Format::kE2M1>(w, in, x, begin, end, y)
+                    : multiply_format<Format::kInt4>(w, in, x, begin, end, y);
   if (w.groups > 1) return multiply_format<Format::kInt8>(w, in, x, begin, end, y);
   return in.quantized ? multiply_format<Format::kInt8Row, true>(w, in, x, begin, end, y)
                       : multiply_format<Format::kInt8Row>(w, in, x, begin, end, y);

@@ -15,7 +15,7 @@ struct GroupRow {
 
 // Broadcasts a unit's scales over lanes. The scales of a tile's rows are first converted to floats in scratch memory,
 // once instead of once for each register of weights. For one or two input rows, which need each scale once, sets that
-// convert and broadcast halves quickly read them as stored.
+// convert and broadcast halves quickly read them as stored. Exponents are always read so.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
@@ -31,9 +31,13 @@ struct Groups {
       if (as_stored) return lanes.halves(static_cast<const uint16_t*>(row.scales) + (c >> shift));
     return lanes.floats(static_cast<const float*>(row.scales) + (c >> shift));
   }
+  JAXLLM_INLINE Floats power(GroupRow row, int64_t c) const {
+    return from_exponents(broadcast.bytes(static_cast<const uint8_t*>(row.scales) + (c >> shift)));
+  }
   JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return broadcast.bytes(row.zeros + (c >> shift)); }
   GroupRow row(int64_t o, int i) const {
-    const uint8_t* line = static_cast<const uint8_t*>(w.scale) + 2 * o * w.groups;
+    const uint8_t* line = static_cast<const uint8_t*>(w.scale) + (w.e2m1 ? 1 : 2) * o * w.groups;
+    if (w.e2m1) return {line, nullptr};
     for (int64_t i = 0; i < 2 * w.groups && as_stored; i += 64) prefetch_line(line + i, 512);  // some rows ahead
     if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
     float* to = memory + i * stride;
@@ -97,7 +101,7 @@ struct Int8Source {
   }
 };
 
-template <bool Zero, bool Pairs, bool Blocks = false>
+template <bool Zero, bool Pairs, bool Blocks = false, bool E2M1 = false>
 struct Int4Source {
   static constexpr bool kPairs = Pairs, kPartialChunk = false, kPartialUnits = false;
   static constexpr int kUnit = 2 * kBytes, kChunk = 128;
@@ -125,13 +129,14 @@ struct Int4Source {
     JAXLLM_INLINE Floats scale(int64_t c) const {
       if constexpr (Blocks)
         return source->groups.broadcast.template strided<kUnit / 32>(at + (c >> 5) * block_bytes(4), block_bytes(4));
+      if constexpr (E2M1) return source->groups.power(groups, c);
       return source->groups.scale(groups, c);
     }
   };
   const Weight& w;
   int64_t distance;
   Groups groups;
-  Nibbles<Zero> nibbles;
+  Nibbles<Zero, E2M1> nibbles;
   Int4Source(const Weight& w, const Input& in)
       : w(w), distance(prefetch_distance(w.stride)), groups(make_groups(w, in, kUnit)) {}
 
@@ -144,6 +149,7 @@ template <bool Pairs>
 void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   if (w.kind == Kind::kInt4) {
     if (w.blocks) return multiply_decoded(Int4Source<false, Pairs, true>(w, in), w, in, x, begin, end, y);
+    if (w.e2m1) return multiply_decoded(Int4Source<false, Pairs, false, true>(w, in), w, in, x, begin, end, y);
     if (w.zero) return multiply_decoded(Int4Source<true, Pairs>(w, in), w, in, x, begin, end, y);
     return multiply_decoded(Int4Source<false, Pairs>(w, in), w, in, x, begin, end, y);
   }

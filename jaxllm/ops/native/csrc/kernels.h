@@ -24,7 +24,8 @@ enum class Kind : int32_t {
   kBitmapInt8,
   kQ4K,
   kQ5K,
-  kQ6K
+  kQ6K,
+  kMXFP4
 };
 
 // Padding after a bitmap's numbers, since a register may read past their end.
@@ -41,6 +42,8 @@ struct Weight {
   bool half;
   const void* scale;
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
+  // MXFP4 is a matrix of kInt4 whose codes stand for kLevels, and whose scales are biased exponents, uint8.
+  bool e2m1;
   // Integers in GGUF's blocks (Q4_0, Q8_0): before each 32 of `data` is their float16 scale. `scale` is then null.
   // Blocks of 256 columns (Q4_K, Q5_K, Q6_K) are kinds of their own, with `data` alone; rows are padded to whole ones.
   bool blocks;

@@ -20,7 +20,7 @@ constexpr int64_t kSmallBlock = kTile, kLargeBlock = 4 * kTiles * kTile;
 constexpr int64_t kSmallBlockBytes = 512, kLargeBlockBytes = 2048;
 
 inline bool by_matrix(const Weight& w, const Input& in) {
-  return multiplies_bf16(w, in) || (uses_int8_input(w, in) && !in.quantized);
+  return !w.e2m1 && (multiplies_bf16(w, in) || (uses_int8_input(w, in) && !in.quantized));
 }
 
 // Layout of a prepared input: strips of 16 rows; of each, its columns in order (64 bytes for 4 bytes of all 16 rows),

@@ -21,7 +21,8 @@
 //                             offset, digit_products(codes, digit) is the weighted sum of codes times digits;
 //      Exponents(base).decode(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
 //                             exponent base + index; of the lower, then the upper eight bytes of each 16;
-//      Nibbles<Zero>().values(q, zero, out)   the 8 N numbers q - 8, or q - zero, of 4 N bytes: NibbleValue[4] of
+//      Nibbles<Zero, E2M1>().values(q, zero, out)   the 8 N numbers q - 8, q - zero or kLevels[q] of 4 N bytes:
+//      NibbleValue[4] of
 //                             Halves or [8] of Floats, where number i is column nibble_column(i) of 128. Lane l of each
 //                             register must be of the same 32 columns as byte 4 l; if kDigitRows is not 0, of bytes 4 l
 //                             to 4 l + 3;

@@ -160,14 +160,14 @@ JAXLLM_INLINE __m256i by_lanes(__m256i v) {
       v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
 }
 
-template <bool Zero>
+template <bool Zero, bool E2M1 = false>
 struct Nibbles {  // with a zero point: of |q - zero|; the sign follows
   __m256i high, low;
 
   Nibbles() {
     uint8_t high_bytes[16], low_bytes[16];
     for (int i = 0; i < 16; i++) {
-      const float value = float(Zero ? i : i - 8);
+      const float value = Zero ? float(i) : nibble_value(i, E2M1);
       uint32_t bits;
       memcpy(&bits, &value, 4);
       high_bytes[i] = uint8_t(bits >> 24);

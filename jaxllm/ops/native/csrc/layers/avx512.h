@@ -199,14 +199,14 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
 typedef Halves NibbleValue;
 constexpr int nibble_column(int i) { return i % 32 / 8 * 32 + i / 32 % 2 * 16 + i % 8 * 2 + i / 64; }
 
-template <bool Zero>
+template <bool Zero, bool E2M1 = false>
 struct Nibbles {
   __m512i table;  // by the lowest five bits of a word: q - 8, or the word less 15
 
   Nibbles() {
     alignas(64) uint16_t values[32];
     for (int i = 0; i < 32; i++) {
-      const float value = float(Zero ? i - 15 : i % 16 - 8);
+      const float value = Zero ? float(i - 15) : nibble_value(i % 16, E2M1);
       uint32_t bits;
       memcpy(&bits, &value, 4);
       values[i] = uint16_t(bits >> 16);
@@ -231,13 +231,13 @@ struct Nibbles {
 typedef Floats NibbleValue;
 constexpr int nibble_column(int i) { return i % 16 / 4 * 32 + i / 16 % 2 * 16 + i % 4 * 4 + i / 32; }
 
-template <bool Zero>
+template <bool Zero, bool E2M1 = false>
 struct Nibbles {
   __m512 table;  // by the lowest four bits of a lane: q - 8, or q
 
   Nibbles() {
     alignas(64) float values[16];
-    for (int i = 0; i < 16; i++) values[i] = float(Zero ? i : i - 8);
+    for (int i = 0; i < 16; i++) values[i] = Zero ? float(i) : nibble_value(i, E2M1);
     table = _mm512_load_ps(values);
   }
 

@@ -29,6 +29,11 @@ typedef uint64_t U64x2 __attribute__((vector_size(16)));
 namespace jaxllm {
 namespace {
 
+// The 4-bit floats e2m1, doubled; their scales are halved: 2^(e - 128).
+constexpr int8_t kLevels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+constexpr float nibble_value(int code, bool e2m1) { return float(e2m1 ? kLevels[code] : code - 8); }
+
 template <class V>
 JAXLLM_INLINE V load(const void* from) {  // from any address
   V v;

@@ -116,14 +116,14 @@ struct Exponents {  // per index: the upper seven bits, and the lowest as the to
 typedef Halves NibbleValue;
 constexpr int nibble_column(int i) { return i; }
 
-template <bool Zero>
+template <bool Zero, bool E2M1 = false>
 struct Nibbles {  // tables of q - 8, or with a zero point of q - zero, by 15 + q - zero
   uint8x16x2_t high, low;
 
   Nibbles() {
     uint8_t high_bytes[32], low_bytes[32];
     for (int i = 0; i < 32; i++) {
-      const float value = float(Zero ? i - 15 : i % 16 - 8);
+      const float value = Zero ? float(i - 15) : nibble_value(i % 16, E2M1);
       uint32_t bits;
       memcpy(&bits, &value, 4);
       high_bytes[i] = uint8_t(bits >> 24);

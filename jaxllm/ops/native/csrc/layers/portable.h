@@ -98,13 +98,17 @@ struct Exponents {
 typedef Floats NibbleValue;
 constexpr int nibble_column(int i) { return i / 32 * 32 + i / 4 % 2 * 16 + i % 4 * 4 + i % 32 / 8; }
 
-template <bool Zero>
+template <bool Zero, bool E2M1 = false>
 struct Nibbles {
   JAXLLM_INLINE void values(Bytes q, Ints zero, Floats (&out)[8]) const {
     JAXLLM_UNROLL
     for (int n = 0; n < 8; n++) {
-      const Ints nibble = Ints(Bits(q) >> (4 * n) & 15);
-      out[n] = __builtin_convertvector(Zero ? nibble - zero : nibble - 8, Floats);
+      Ints nibble = Ints(Bits(q) >> (4 * n) & 15);
+      if constexpr (E2M1)
+        nibble = Ints{kLevels[nibble[0]], kLevels[nibble[1]], kLevels[nibble[2]], kLevels[nibble[3]]};
+      else
+        nibble -= Zero ? zero : Ints{} + 8;
+      out[n] = __builtin_convertvector(nibble, Floats);
     }
   }
 };
