@@ -66,6 +66,7 @@ jaxllm::Weight read_weight(Reader& in) {
   w.mask_stride = in.number();
   w.values = in.number();
   w.blocks = in.number();
+  w.e2m1 = in.number();
   w.data = in.array<uint8_t>();
   w.scale = in.array<uint8_t>();
   w.zero = in.array<uint8_t>();

@@ -94,13 +94,14 @@ def _pack_weight(matrix: Any) -> bytes:
         w.mask_stride,
         w.values,
         w.blocks,
+        w.e2m1,
     )
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
     scale, *codebooks = [*matrix.codebook, *[None] * 5][:5]
     scale = matrix.scale if scale is None and not matrix.blocks else scale
     arrays = (matrix.data, scale, matrix.zero, nibbles, begin, column, value)
     arrays += (matrix.mask, matrix.begin, *codebooks)
-    return struct.pack("13q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
+    return struct.pack("14q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
 
 
 def pack_cases(seed: int) -> bytes:

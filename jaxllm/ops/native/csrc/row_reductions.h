@@ -16,10 +16,11 @@ JAXLLM_INLINE void for_each_vector(const float* row, int64_t columns, float fill
   for (; c + kStep <= columns; c += kStep) JAXLLM_UNROLL
   for (int n = 0; n < kAccumulators; n++) add(n, c + n * kLanes, load<Floats>(row + c + n * kLanes));
   if (c == columns) return;
-  alignas(64) float rest[kStep];
-  for (int64_t i = 0; i < kStep; i++) rest[i] = c + i < columns ? row[c + i] : fill;
+  const Floats fills = splat(fill);
+  Floats rest[kAccumulators] = {fills, fills, fills, fills};
+  memcpy(rest, row + c, 4 * (columns - c));
   JAXLLM_UNROLL
-  for (int n = 0; n < kAccumulators; n++) add(n, c + n * kLanes, load<Floats>(rest + n * kLanes));
+  for (int n = 0; n < kAccumulators; n++) add(n, c + n * kLanes, rest[n]);
 }
 
 JAXLLM_INLINE float reduce(const Floats (&part)[kAccumulators]) {
