@@ -4,6 +4,7 @@ For a linear `[O, I]`, "pack-quantized" stores numbers from 0 to 2^bits - 1, as 
 int32 `[O, I bits / 32]` and `weight_zero_point` `[O bits / 32, G]`. "int-quantized" stores them
 minus 128, as `weight` int8 and `weight_zero_point` int8 `[O, G]`. Both have `weight_scale`
 `[O, G]`, or one number per tensor. Activations of W8A8 checkpoints are not quantized here.
+"float-quantized" stores 8-bit floats, which `fp8` reads.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.convert.fp8 import Fp8Scheme
 from jaxllm.convert.gptq_packing import unpack_gptq
 from jaxllm.convert.int_pieces import SCALE_DTYPES, make_pieces
 from jaxllm.errors import ConfigError
@@ -20,9 +22,9 @@ from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
 
 COMPRESSED_TENSORS = "compressed-tensors"
+FLOAT_FORMAT = "float-quantized"
 PACKED_FORMATS, INT_FORMATS = ("pack-quantized",), ("int-quantized", "naive-quantized")
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point")
-_STRATEGIES = ("group", "channel", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class CompressedScheme:
     bit_widths: frozenset[int]
 
 
-def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedScheme:
+def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedScheme | Fp8Scheme:
     """Return how the weights are stored, from compressed-tensors' `quantization_config`.
 
     Raises:
@@ -41,8 +43,9 @@ def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedSch
     """
     complaints = []
     form, groups = data.get("format"), data.get("config_groups")
-    if form not in (*PACKED_FORMATS, *INT_FORMATS):
-        known = ", ".join((*PACKED_FORMATS, *INT_FORMATS))
+    known_formats = (*PACKED_FORMATS, *INT_FORMATS, FLOAT_FORMAT)
+    if form not in known_formats:
+        known = ", ".join(known_formats)
         complaints.append(f"format {form!r:.40} is not supported (known: {known})")
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config"):
         if data.get(name) not in (None, {}):
@@ -50,28 +53,33 @@ def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedSch
     if not isinstance(groups, Mapping) or not groups:
         complaints.append(f"config_groups must be an object of groups, got {groups!r:.60}")
         groups = {}
-    widths = set()
+    widths, blocks = set(), list[tuple[int, int]]()
     for name, group in groups.items():
-        bits, wrong = _read_group_bits(group)
+        bits, block, wrong = _read_group(group, form == FLOAT_FORMAT)
         widths.add(bits)
+        blocks += [block] if block is not None else []
         complaints += [f"config_groups.{name}: {text}" for text in wrong]
     if complaints:
         raise ConfigError(f"{where}: {'; '.join(complaints)}")
+    if form == FLOAT_FORMAT:
+        return Fp8Scheme("_scale", max(blocks, default=None), by_rows=True)
     return CompressedScheme(form in PACKED_FORMATS, frozenset(widths))
 
 
-def _read_group_bits(group: Any) -> tuple[int, list[str]]:
-    """Return the bit width of a config group's weights, and complaints."""
+def _read_group(group: Any, is_float: bool) -> tuple[int, tuple[int, int] | None, list[str]]:
+    """Return a config group's bit width, the blocks that share a scale, and complaints."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        return 0, [f"weights must be an object, got {weights!r:.60}"]
+        return 0, None, [f"weights must be an object, got {weights!r:.60}"]
+    block = weights.get("block_structure") if is_float else None
+    is_block = isinstance(block, list) and [type(n) is int and n > 0 for n in block] == [True] * 2
     wanted: dict[str, tuple[Any, ...]] = {
-        "num_bits": (4, 8),
-        "type": ("int",),
-        "strategy": (*_STRATEGIES, None),
+        "num_bits": (8,) if is_float else (4, 8),
+        "type": ("float",) if is_float else ("int",),
+        "strategy": ("block" if is_float else "group", "channel", "tensor", None),
         "dynamic": (False, None),
         "actorder": (None, False, "static", "weight"),
-        "block_structure": (None,),
+        "block_structure": (None, *([block] if is_block else ())),
     }
     wrong = [
         f"weights.{name} {weights.get(name)!r:.40} is not supported (known:"
@@ -80,12 +88,14 @@ def _read_group_bits(group: Any) -> tuple[int, list[str]]:
         if not any(weights.get(name) is v or weights.get(name) == v for v in values)
     ]
     inputs = group.get("input_activations")
-    if inputs is not None and not (isinstance(inputs, Mapping) and inputs.get("dynamic") is True):
+    is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True
+    if not is_float and inputs is not None and not is_dynamic:
         wrong.append("static input_activations are not supported")
     if group.get("output_activations") is not None:
         wrong.append("output_activations are not supported")
     bits = weights.get("num_bits")
-    return (bits if type(bits) is int else 0), wrong
+    shared = (block[0], block[1]) if block is not None and is_block else None
+    return (bits if type(bits) is int else 0), shared, wrong
 
 
 def import_compressed_tensors(

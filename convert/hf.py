@@ -35,6 +35,7 @@ from jaxllm.convert.compressed_tensors import (
 )
 from jaxllm.convert.decoders import unknown_rope_settings
 from jaxllm.convert.flax_msgpack import as_torch, open_flax
+from jaxllm.convert.fp8 import FP8, Fp8Scheme, read_fp8_scheme, scale_fp8
 from jaxllm.convert.gptq_awq import import_gptq_awq, list_tensor_names, make_rules
 from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
@@ -96,7 +97,7 @@ def open_hf(
 
     Weights are in safetensors, one file or shards, or in a file written by a Flax class of
     transformers 4 (`flax_msgpack`). Matrices quantized by GPTQ, AWQ or compressed-tensors
-    (`quantization_config`) become leaves with the same integers.
+    (`quantization_config`) become leaves with the same integers; those in FP8, floats.
 
     Args:
         data: The contents of config.json, if already read.
@@ -110,6 +111,9 @@ def open_hf(
     multimodal, ignored, data = is_multimodal(data), unread_fields(data), select_text_config(data)
     stored = _open_weights(directory, data["model_type"])
     stored = select_text_tensors(stored) if multimodal else stored
+    scheme = _read_scheme(directory, data, stored)
+    precision = native_precision(stored)  # FP8's products are in float32, whatever the others are
+    stored = scale_fp8(stored, scheme if isinstance(scheme, Fp8Scheme) else None, str(directory))
     tensors = _rename_tensors(stored, config, table, str(directory))
     if multimodal:  # tie_word_embeddings may stand for the text model or for all: the file decides
         config = dataclasses.replace(config, tie_word_embeddings=HEAD not in tensors)
@@ -119,9 +123,8 @@ def open_hf(
         )
     if HEAD not in tensors and not config.tie_word_embeddings and _is_embedder(directory, data):
         config = dataclasses.replace(config, score=config.score or ScoreHead(labels=()))
-    precision, formats = native_precision(tensors), dict[str, str]()
-    complaints: list[str] = []
-    if (scheme := _read_scheme(directory, data, tensors)) is not None:
+    formats, complaints = dict[str, str](), list[str]()
+    if scheme is not None and not isinstance(scheme, Fp8Scheme):
         paths = dict(flatten(param_shapes(build(config))))
         if isinstance(scheme, str):  # MXFP4: `GptOssLayout` reads the tensors
             pieces = (path for path in tensors if path.endswith(".data"))
@@ -318,7 +321,7 @@ def _rename_tensors(
 
 def _read_scheme(
     directory: Path, data: Mapping[str, Any], tensors: Iterable[str]
-) -> Scheme | CompressedScheme | str | None:
+) -> Scheme | CompressedScheme | Fp8Scheme | str | None:
     """Return how the weights are quantized, by config.json or by AutoGPTQ's older settings file."""
     if data.get(CONFIG_KEY) is not None:
         return _read_quantization(data[CONFIG_KEY])
@@ -329,15 +332,18 @@ def _read_scheme(
     return read_scheme({**missing, **older}, str(directory / AUTOGPTQ_CONFIG))
 
 
-def _read_quantization(settings: Any) -> Scheme | CompressedScheme | str:
+def _read_quantization(settings: Any) -> Scheme | CompressedScheme | Fp8Scheme | str:
     """Return how the weights are stored, from config.json's `quantization_config`.
 
     Raises:
         ConfigError: With every option that is not supported.
     """
-    if isinstance(settings, Mapping) and settings.get("quant_method") == COMPRESSED_TENSORS:
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method == COMPRESSED_TENSORS:
         return read_compressed_scheme(settings, f"config.json: {CONFIG_KEY}")
-    if isinstance(settings, Mapping) and settings.get("quant_method") == MXFP4:
+    if method == FP8:
+        return read_fp8_scheme(settings, f"config.json: {CONFIG_KEY}")
+    if method == MXFP4:
         return MXFP4
     return read_scheme(settings)
 

@@ -49,6 +49,8 @@ _DTYPES = {
     "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

@@ -231,7 +231,8 @@ def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     good = json.dumps(config)
     for old, new, message in (
-        ('"int-quantized"', '"float-quantized"', "format 'float-quantized' is not supported"),
+        ('"int-quantized"', '"nvfp4-pack"', "format 'nvfp4-pack' is not supported"),
+        ('"int-quantized"', '"float-quantized"', "weights.type 'int' is not supported"),
         ('"num_bits": 8, "type": "int", "strategy": "channel"', '"num_bits": 8, "type": "float"',
          "weights.type 'float' is not supported"),
         ('"dynamic": true', '"dynamic": false', "static input_activations"),
