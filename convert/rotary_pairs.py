@@ -98,8 +98,8 @@ def sort_quantized(
     return result
 
 
-def head_order(config: Any, layouts: Iterable[Layout]) -> np.ndarray:
-    """Return the place in a checkpoint's head of each number of ours, of queries and keys."""
+def head_order(config: Any, layouts: Iterable[Layout]) -> Any:
+    """Return an index of a checkpoint's head, of queries and keys, that gives our order."""
     if PAIRED_QUERIES_AND_KEYS[0] not in layouts:
-        return np.arange(config.head_dim)
+        return slice(None)
     return head_rows("num_key_value_heads")(config)[: config.head_dim]

@@ -77,6 +77,26 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SQUARE = {**{k: v for k, v in LLAMA.items() if k != "head_dim"}, "hidden_size": 48}
 GEMMA = {**LLAMA, "query_pre_attn_scalar": 9, "sliding_window": 5, "pad_token_id": 0}
+LATENT = {
+    **SQUARE,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+LATENT_MOE = {
+    **LATENT,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
 # model_type -> (class name prefix in transformers, tiny configuration).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -252,6 +272,31 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT_MOE,
+            "topk_method": "group_limited_greedy",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT_MOE,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rope_parameters": {**ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT_MOE, "pad_token_id": 0}),
+    "minicpm3": (
+        "MiniCPM3",
+        {**LATENT, "v_head_dim": 7, "scale_emb": 3, "scale_depth": 1.3, "dim_model_base": 24},
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {
@@ -269,7 +314,7 @@ RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # families with recurr
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
-    "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
+    "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4", "deepseek_v2", "glm4_moe_lite", "minicpm3",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class Segment(struct.PyTreeNode):
     Attributes:
         k: Keys, one `[B or 1, S, K, H]` per layer, an array or `Int8Entries`; K is 0 in a layer
             without attention.
-        v: Values, likewise.
+        v: Values, likewise; K is also 0 where they are computed from the keys.
         position_BS: int32, absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token
             at p was culled. The keys and values of such slots are never attended to.
         token_BS: int32, the token ids.
@@ -277,7 +277,8 @@ def init_cache(
 ) -> KVCache:
     """Return an empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    It holds `2 * layers * batch * capacity * kv heads * head_dim` numbers.
+    It holds `2 * layers * batch * capacity * kv heads * head_dim` numbers; with latent attention,
+    the keys' half of them.
 
     Args:
         model: The model, or its configuration alone.
@@ -305,10 +306,11 @@ def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: Model | None
 ) -> KVCache:
     """Build an empty cache; `sharded`: the model, if it is sharded."""
-    heads = [config.kv_heads(i) for i in range(config.num_hidden_layers)]
+    layers = range(config.num_hidden_layers)
+    keys, values = map(config.kv_heads, layers), map(config.value_heads, layers)
     stage_layers = () if sharded is None else sharded.stage_layers
     if stage_layers:
-        heads = [heads[0] * len(stage_layers)] * len(stage_layers[0])
+        keys = values = (config.kv_heads(0) * len(stage_layers),) * len(stage_layers[0])
 
     def zeros(heads: int) -> Entries:
         shape = (batch, capacity, heads, config.head_dim)
@@ -320,8 +322,8 @@ def _empty_cache(
         config=config,
         frozen=(),
         tail=Segment(
-            k=tuple(map(zeros, heads)),
-            v=tuple(map(zeros, heads)),
+            k=tuple(map(zeros, keys)),
+            v=tuple(map(zeros, values)),
             position_BS=jnp.full((batch, capacity), EMPTY, jnp.int32),
             token_BS=jnp.zeros((batch, capacity), jnp.int32),
             patched_BS=jnp.zeros((batch, capacity), bool),
@@ -376,10 +378,11 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
     dtype = dtype or "float32"
     each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
     marks = 9  # int32 position, int32 token, bool patched
-    heads = sum(config.kv_heads(i) for i in range(config.num_hidden_layers))
+    layers = range(config.num_hidden_layers)
+    heads = sum(config.kv_heads(i) + config.value_heads(i) for i in layers)
     states = jax.tree.leaves([config.state_shape(i) for i in range(config.num_hidden_layers)])
     fixed = sum(x.size * x.dtype.itemsize for x in states)
-    return batch * (capacity * (2 * heads * each + marks) + fixed)
+    return batch * (capacity * (heads * each + marks) + fixed)
 
 
 def _resolve_config(model: Model | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:

@@ -385,6 +385,15 @@ class ModelConfig:
         """Return the number of key heads of a layer; 0 for one without attention."""
         return self.num_key_value_heads
 
+    def value_heads(self, layer: int) -> int:
+        """Return the number of value heads; 0 also where values are computed from the keys."""
+        return self.kv_heads(layer)
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's values."""
+        return self.head_dim
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""
         fields = {"model_type": self.model_type, **dataclasses.asdict(self)}

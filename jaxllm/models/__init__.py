@@ -1,12 +1,12 @@
 """Flax modules that name parameters and call `ops`; a family's file is named after `model_type`.
 
 Families have one row each in `FAMILIES`. family: the row type. decoder: the base of most families;
-hybrid_attention: layers with full or sliding attention; moe: mixtures of experts. modules: shared
-Flax modules; layers: inputs and outputs of layers; sites: the named places that can be read and
-edited; interventions: edits; inputs, site_inputs: checks of a step's inputs; long/: long-context
-attention. A family's file also defines its configuration with rotary settings and windows
-(`ModelConfig.layer_rope`, `.window`). Its checkpoint mapping is a table in `convert`.
-docs/add_a_family.md covers all of it.
+hybrid_attention: layers with full or sliding attention; moe: mixtures of experts; latent_attention:
+DeepSeek's. modules: shared Flax modules; layers: inputs and outputs of layers; sites: the named
+places that can be read and edited; interventions: edits; inputs, site_inputs: checks of a step's
+inputs; long/: long-context attention. A family's file also defines its configuration with rotary
+settings and windows (`ModelConfig.layer_rope`, `.window`). Its checkpoint mapping is a table in
+`convert`. docs/add_a_family.md covers all of it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,6 +56,10 @@ _NAMES = (
     "cohere2",
     "granitemoehybrid",
     "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "minicpm3",
 )
 
 

@@ -224,6 +224,7 @@ def attend(
     memory_inputs: MemoryInputs | None = None,
     gate: jax.Array | None = None,
     self_extend: Rope | None = None,
+    expand: Callable[[jax.Array], jax.Array] | None = None,
 ) -> AttentionOutput:
     """Compute attention of one layer over its cached keys and values, and the new tokens.
 
@@ -238,23 +239,30 @@ def attend(
         memory_inputs: Further inputs for a kind that has a memory.
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
         self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
+        expand: Maps the heads' weighted sums to their values.
 
     Raises:
         ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
             devices with a mask or attention mass.
     """
     q, k = site("attn.rot_q", q), site("attn.rot_k", k)
-    parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in context.segments]
+    # Values without heads are computed from the keys' weighted sum (`expand`).
+    parts = [
+        ops.Part(s.k[layer], s.v[layer] if v.shape[2] else s.k[layer], s.position_BS)
+        for s in context.segments
+    ]
     # Round new keys and values as the cache will, so that a token attends to the same numbers
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
-    new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), context.position_BT)
+    k, v = ops.cast(k, kept), ops.cast(v, kept)
+    new = ops.Part(k, v if v.shape[2] else k, context.position_BT)
     tree = context.branches
     if tree is None:
         parts.append(new)
     else:
-        path = (tree.gather(new.k_BSKH, layer, "k"), tree.gather(new.v_BSKH, layer, "v"))
-        parts.append(ops.Part(*path, tree.position_RP))
+        path_k = tree.gather(k, layer, "k")
+        path_v = tree.gather(v, layer, "v") if v.shape[2] else path_k
+        parts.append(ops.Part(path_k, path_v, tree.position_RP))
     special = (context.hooks.attend, kind, self_extend, context.document_BT, context.mask_BTS)
     if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
         parts = list(ops.take_rows(parts, context.row_B))
@@ -268,7 +276,7 @@ def attend(
                 " attention mass, scores or weights. Use a mesh without sequence"
             )
         at, documents = context.position_BT, context.document_BT
-        out, new = context.hooks.attend(
+        out, (k, v, _) = context.hooks.attend(
             q, at, parts, documents, window=window, sink_N=sink_N, **options
         )
     elif kind is not None:
@@ -299,11 +307,11 @@ def attend(
         out, mass = _attend_dense(context, site, q, parts, window=window, sink_N=sink_N, **options)
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
-    out = site("attn.z", out)
+    out = site("attn.z", out if expand is None else expand(out))
     if site.reads("attn.result"):
         site("attn.result", _head_outputs(out, project_out))
     x = site("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
-    return AttentionOutput(new.k_BSKH, new.v_BSKH, x, mass, state)
+    return AttentionOutput(k, v, x, mass, state)
 
 
 def _attend_dense(

@@ -41,7 +41,8 @@ class Routing:
         has_bias: Whether learned numbers are added to the weights for the selection only
             (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
         groups, top_groups: Experts are in this many groups of equal size, of which only the
-            `top_groups` with the largest sums of their two best take part.
+            `top_groups` with the largest sums of their best take part.
+        best_of_group: How many of a group's best are summed.
         normalized: Whether the weights of a token are divided by their sum plus `eps`.
         scale: Factor on the weights.
     """
@@ -51,6 +52,7 @@ class Routing:
     has_bias: bool = False
     groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
     normalized: bool = True
     eps: float = 0.0
     scale: float = 1.0
@@ -180,7 +182,7 @@ def route(
     weight_TE = jax.nn.sigmoid(score_TE) if r.uses_sigmoid else softmax(score_TE)
     rank_TE = weight_TE if bias_E is None else weight_TE + bias_E[None]
     if r.groups > 1:
-        rank_TE = _keep_groups(rank_TE, r.groups, r.top_groups)
+        rank_TE = _keep_groups(rank_TE, r)
     _, expert_Tk = jax.lax.top_k(rank_TE, r.count)
     weight_Tk = jnp.take_along_axis(weight_TE, expert_Tk, axis=1)
     if r.normalized:
@@ -188,12 +190,12 @@ def route(
     return weight_Tk if r.scale == 1 else weight_Tk * r.scale, expert_Tk
 
 
-def _keep_groups(rank_TE: jax.Array, groups: int, top_groups: int) -> jax.Array:
+def _keep_groups(rank_TE: jax.Array, r: Routing) -> jax.Array:
     """Replace the numbers of all but the best groups by -inf."""
-    rank_TGe = rank_TE.reshape(len(rank_TE), groups, -1)
-    best_TG = jax.lax.top_k(rank_TGe, 2)[0].sum(axis=-1)
-    group_Tt = jax.lax.top_k(best_TG, top_groups)[1]
-    kept_TG = jax.nn.one_hot(group_Tt, groups, dtype=bool).any(axis=1)
+    rank_TGe = rank_TE.reshape(len(rank_TE), r.groups, -1)
+    best_TG = jax.lax.top_k(rank_TGe, r.best_of_group)[0].sum(axis=-1)
+    group_Tt = jax.lax.top_k(best_TG, r.top_groups)[1]
+    kept_TG = jax.nn.one_hot(group_Tt, r.groups, dtype=bool).any(axis=1)
     return jnp.where(kept_TG[..., None], rank_TGe, -jnp.inf).reshape(rank_TE.shape)
 
 
@@ -339,9 +341,9 @@ class MoEDecoder(Decoder):
     block = Block
 
 
-def moe_family(config: type[MoEConfig]) -> Family:
+def moe_family(config: type[MoEConfig], module: type[Decoder] = MoEDecoder) -> Family:
     """Return the row of an MoE family; its dense layers have the linears of an MLP."""
-    row = decoder.decoder_family(config, MoEDecoder)
+    row = decoder.decoder_family(config, module)
     experts, shared = (
         tuple(
             m._replace(linear=m.linear.replace("mlp.", f"mlp.{name}.")) for m in row.channel_linears

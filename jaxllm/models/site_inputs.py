@@ -48,6 +48,8 @@ def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     absent = set() if is_mixture else {"router"}
     if is_mixture and not moe.shared_expert_size:
         absent = {"mlp.pre", "mlp.post"}
+    if not config.value_heads(layer):
+        absent |= {"attn.v"}
     if not config.kv_heads(layer):
         absent |= {site for site in LAYER_SITES if site.startswith("attn.")} - {"attn.output"}
     return [site for site in LAYER_SITES if site not in absent]
@@ -177,7 +179,7 @@ def _site_shape(config: ModelConfig, name: str, **sizes: int) -> tuple[int, ...]
         "D": config.hidden_size,
         "N": config.num_attention_heads,
         "K": config.num_key_value_heads,
-        "H": config.head_dim,
+        "H": config.value_dim if site == "attn.z" else config.head_dim,
         "F": moe.shared_expert_size if is_mixture else config.intermediate_size,
         "V": config.vocab_size,
         "E": getattr(config, "num_experts", 1),

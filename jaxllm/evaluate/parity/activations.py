@@ -41,6 +41,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 LOGITS = "decoded logits"
+HEADS = ("q", "k", "v", "heads")
 _SITES = ("attn_norm", "attn.rot_q", "attn.z", "mlp_norm", "mlp.post", "router", "mlp.output")
 
 
@@ -48,21 +49,27 @@ def activation_names(
     model_type: str,
     layers: int,
     has_experts: Callable[[int], bool] = lambda layer: False,
-    is_recurrent: Callable[[int], bool] = lambda layer: False,
+    heads: Callable[[int], tuple[str, ...]] = lambda layer: HEADS,
 ) -> list[str]:
     """Return the names of all activations, in the order of computation.
 
-    has_experts, is_recurrent: return whether a layer is MoE, and whether it lacks attention. Raises
-    ConfigError for an unknown family.
+    has_experts, heads: return whether a layer is MoE, and the names of its heads' arrays, which are
+    `HEADS` or fewer. Raises ConfigError for an unknown family.
     """
     f = get_family(model_type)
     names = [f.embeddings]
     for i in range(layers):
         path, last = f"{f.layers}.{i}", f.router if has_experts(i) else f"{f.mlp_down}.input"
-        heads = () if is_recurrent(i) else ("q", "k", "v", "heads")
-        within = (f.attention_norm, *heads, f.attention, f.mlp_norm, last, "mlp")
+        within = (f.attention_norm, *heads(i), f.attention, f.mlp_norm, last, "mlp")
         names += [*(f"{path}.{part}" for part in within if part), path]
     return [*names, f.norm, "logits"]
+
+
+def head_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Return which arrays of heads a layer has: all, those of absorbed queries, or none."""
+    if not config.kv_heads(layer):
+        return ()
+    return HEADS if config.value_heads(layer) else HEADS[-1:]
 
 
 def activations(
@@ -99,9 +106,11 @@ def activations(
     past = ((), ()) if cache is None else (cache.segments, cache.state)
     trace = _trace(model, params, *past, token_BT, position_BT)
     routed = ["router" in layer.sites for layer in trace.layers]
-    recurrent = ["attn.z" not in layer.sites for layer in trace.layers]
     names = activation_names(
-        model.config.model_type, len(routed), routed.__getitem__, recurrent.__getitem__
+        model.config.model_type,
+        len(routed),
+        routed.__getitem__,
+        lambda i: head_names(model.config, i),
     )
     family_row = get_family(model.config.model_type)
     return dict(zip(names, _trace_arrays(trace, family_row), strict=True))
@@ -142,7 +151,8 @@ def _trace_arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
         sites, attended = layer.sites, layer.attention
         yield from (sites["attn_norm"],) if row.attention_norm else ()
         if "attn.z" in sites:
-            yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
+            if attended.v.shape[2]:
+                yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
             yield sites["attn.z"]
         yield attended.x
         yield from (sites["mlp_norm"],) if row.mlp_norm else ()
@@ -248,14 +258,14 @@ def decoded_arrays(
     Args:
         logits: `[B, V]` of each step.
         entries: Keys and values of each layer, `[B, S, K, H]`; a sliding window has only the last
-            slots. None for a layer without attention.
+            slots. Latents are keys without values; a layer without attention has none.
         position_BS: Absolute positions of all slots, negative for empty ones.
     """
-    arrays, kept = {}, [pair for pair in entries if pair is not None]
+    arrays = {}
     for layer, pair in zip(layers, entries, strict=True):
-        for part, x_BSX in zip("kv", pair or (), strict=False):
+        for part, x_BSX in zip("kv", pair, strict=False):
             arrays[f"cache {layer}.{part}"] = to_positions(x_BSX, position_BS[:, -x_BSX.shape[1] :])
-    fewest = min(x_BSX.shape[1] for pair in kept for x_BSX in pair)
+    fewest = min(x_BSX.shape[1] for pair in entries for x_BSX in pair)
     held_BS = position_BS[:, -fewest:]
     arrays["held"] = to_positions(np.ones(held_BS.shape, bool), held_BS)
     return {**arrays, LOGITS: np.stack(logits, axis=1)}
@@ -312,7 +322,7 @@ class JaxBackend:
         return decoded_arrays(
             [f"{path}.{layer}" for layer in range(len(k))],
             logits,
-            [pair if pair[0].shape[2] else None for pair in zip(k, v, strict=True)],
+            [tuple(x for x in pair if x.shape[2]) for pair in zip(k, v, strict=True)],
             np.asarray(to_host(cache.position_BS)),
         )
 

@@ -9,16 +9,24 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxllm.config.model import ModelConfig
 from jaxllm.convert.hf import read_config
-from jaxllm.convert.rotary_pairs import head_order
+from jaxllm.convert.rotary_pairs import head_order, paired_rows
+from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity.activations import ParityCase, activation_names, decoded_arrays
+from jaxllm.evaluate.parity.activations import (
+    ParityCase,
+    activation_names,
+    decoded_arrays,
+    head_names,
+)
 from jaxllm.models import FAMILIES, get_family
 from jaxllm.runtime.validation import check_dtype
 
@@ -100,12 +108,7 @@ class TransformersBackend:
         return decoded_arrays(
             [f"{layers}.{layer}" for layer in range(len(cache.layers))],
             steps_BV,
-            [
-                (_heads_last(layer.keys)[..., self._head_order], _heads_last(layer.values))
-                if hasattr(layer, "keys")
-                else None
-                for layer in cache.layers
-            ],
+            [self._entries(layer) for layer in cache.layers],
             position_BS,
         )
 
@@ -116,10 +119,26 @@ class TransformersBackend:
         return next((family for family, row in FAMILIES.items() if name in row.aliases), name)
 
     @property
-    def _head_order(self) -> np.ndarray:
-        """The place in transformers' head of each number of ours, of queries and keys."""
-        config, table = read_config(self.model.config.to_dict())
+    def _head_order(self) -> Any:
+        """An index of a head of transformers, of queries and keys, that gives our order."""
+        config, table = self._read_config
         return head_order(config, table.layouts)
+
+    @property
+    def _read_config(self) -> tuple[ModelConfig, Architecture]:
+        return read_config(self.model.config.to_dict())
+
+    def _entries(self, layer: Any) -> tuple[np.ndarray, ...]:
+        """Return a layer's keys and values in our order; latents and rotated dimensions in one."""
+        if not hasattr(layer, "keys"):
+            return ()
+        k, v = _heads_last(layer.keys), _heads_last(layer.values)
+        config, _ = self._read_config
+        if config.value_heads(0) or not config.kv_heads(0):
+            return k[..., self._head_order], v
+        if self._family == "deepseek_v2":  # its class leaves pairs side by side
+            v = v[..., paired_rows(1, v.shape[-1], 0, v.shape[-1])]
+        return (np.concatenate([v, k], axis=-1),)
 
     @property
     def _activation_names(self) -> list[str]:
@@ -130,7 +149,7 @@ class TransformersBackend:
             lambda layer: (
                 row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
             ),
-            lambda layer: any(f"{row.layers}.{layer}.{name}" in modules for name in RECURRENT),
+            partial(head_names, self._read_config[0]),
         )
 
     @property
