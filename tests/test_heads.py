@@ -33,7 +33,15 @@ PAD = 3
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8)]
 TEXTS += [[PAD, 9, 17, PAD, 20, PAD, PAD], [PAD, PAD]]
 # transformers has no class for these.
-HEADLESS = ("granite", "granitemoehybrid", "ernie4_5", "cohere2", "glm4_moe", "lfm2")
+HEADLESS = (
+    "granite",
+    "granitemoehybrid",
+    "ernie4_5",
+    "cohere2",
+    "glm4_moe",
+    "lfm2",
+    "glm4_moe_lite",
+)
 FAMILIES = [name for name in KINDS if name not in HEADLESS]
 
 

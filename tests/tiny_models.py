@@ -311,6 +311,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # families with recurrent layers
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with latent attention
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",

@@ -32,9 +32,12 @@ class StaticCache:
 
 def empty_cache(config: ModelConfig, dtype: Any, batch: int, capacity: int) -> StaticCache:
     """Return an empty cache."""
-    shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-    zeros = tuple(np.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
-    return StaticCache(zeros, zeros, np.full((batch, capacity), -1, np.int32))
+    shape, layers = (batch, capacity), range(config.num_hidden_layers)
+    k, v = (
+        tuple(np.zeros((*shape, heads(layer), config.head_dim), dtype) for layer in layers)
+        for heads in (config.kv_heads, config.value_heads)
+    )
+    return StaticCache(k, v, np.full(shape, -1, np.int32))
 
 
 def pad_cache(past: StaticCache, template: StaticCache, padding: str) -> StaticCache:

@@ -121,9 +121,9 @@ def input_shapes(
         dtype = jnp.bool_ if signature.mask == "boolean" else jnp.float32
         inputs["attention_mask"] = array(dtype, B, 1, T, S + T)
     inputs["slots"] = array(jnp.int32, B, T)
-    entries = array(p.cache, B, S, c.num_key_value_heads, c.head_dim)
     for i in range(c.num_hidden_layers):
-        inputs[f"past_key_values.{i}.key"] = inputs[f"past_key_values.{i}.value"] = entries
+        for name, heads in (("key", c.kv_heads(i)), ("value", c.value_heads(i))):
+            inputs[f"past_key_values.{i}.{name}"] = array(p.cache, B, S, heads, c.head_dim)
     return inputs
 
 

@@ -92,15 +92,15 @@ class HeadLinears(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTNI: jax.Array) -> jax.Array:
-        """Return `[B, T, N, O]`."""
+        """Return float32 `[B, T, N, O]`."""
         B, T, N, columns = x_BTNI.shape
         weight = get_param(self, "weight", N, self.features, columns)
         if is_accelerator() and not isinstance(weight, WeightBase):
-            return einsum("BTNI,NOI->BTNO", x_BTNI, weight).astype(x_BTNI.dtype)
+            return einsum("BTNI,NOI->BTNO", x_BTNI, weight)
         x_AI = jnp.moveaxis(x_BTNI, 2, 0).reshape(-1, columns)
         head_A = jnp.repeat(jnp.arange(N, dtype=jnp.int32), B * T)
         y_AO = expert_linears(x_AI, (weight,), head_A, int8_inputs=self.precision.int8_inputs)[0]
-        return jnp.moveaxis(y_AO.reshape(N, B, T, -1), 0, 2).astype(x_BTNI.dtype)
+        return jnp.moveaxis(y_AO.reshape(N, B, T, -1), 0, 2)
 
 
 class LatentAttention(nn.Module):
@@ -126,7 +126,9 @@ class LatentAttention(nn.Module):
             q = Linear(features, False, p, name="q_b_proj")(q)
         q = q.reshape(B, T, c.num_attention_heads, -1)
         absorbed = HeadLinears(p, rank, name="k_b_proj")(q[..., : c.qk_nope_head_dim])
-        q = jnp.concatenate([q[..., c.qk_nope_head_dim :], absorbed], axis=-1)
+        # Queries and weighted latents stay float32: expanded keys and values would be rounded once.
+        turned = q[..., c.qk_nope_head_dim :].astype(jnp.float32)
+        q = jnp.concatenate([turned, absorbed], axis=-1)
         normed = RMSNorm(INNER_EPS, name="kv_a_layernorm")(latent[..., :rank])
         k = jnp.concatenate([latent[..., rank:], normed], axis=-1)[:, :, None]
         q, k = site("attn.q", q), site("attn.k", k)
@@ -146,7 +148,7 @@ class LatentAttention(nn.Module):
             scale=c.attention_scale,
             window=None,
             self_extend=rope if rope.is_self_extended else None,
-            expand=lambda heads: expand(heads[..., wide:]),
+            expand=lambda heads: expand(heads[..., wide:]).astype(x.dtype),
         )
 
 

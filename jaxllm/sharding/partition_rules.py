@@ -141,6 +141,10 @@ def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
             "attention of kind 'dilated' depends on head numbers, which a shard of the heads does"
             f" not have: mesh {axes} must have tensor=1"
         )
+    if config.kv_heads(0) and not config.value_heads(0) and axes.num_devices > 1:
+        raise ConfigError(
+            f"{config.model_type} has latent attention, which runs on one device. Drop mesh {axes}"
+        )
     if config.has_state and config.segment_length is None and axes.num_devices > 1:
         raise ConfigError(
             f"{config.model_type} has recurrent layers, which run on one device. Drop mesh {axes}"

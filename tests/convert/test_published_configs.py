@@ -2,7 +2,8 @@
 
 `published_configs.json` has whole files, copied from public code and pages of the Hub, or as
 transformers prints them, without `_name_or_path`. SmolLM3-3B, Granite 4.0 Micro, EXAONE 4.0 1.2B,
-GLM-4, Command R7B, Qwen3.5-27B and LFM2-1.2B are put together from fields that public pages quote.
+GLM-4, GLM-4.7-Flash, MiniCPM3-4B, Command R7B, Qwen3.5-27B and LFM2-1.2B are put together from
+fields that public pages quote.
 """
 
 import json
@@ -56,6 +57,7 @@ SHRUNK = (
     "ibm-granite/granite-3.3-8b-instruct",
     "THUDM/GLM-4-9B-0414",
     "zai-org/GLM-4.5-Air",
+    "zai-org/GLM-4.7-Flash",
     "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "baidu/ERNIE-4.5-0.3B-PT",
     "LGAI-EXAONE/EXAONE-4.0-32B",
@@ -100,7 +102,8 @@ def shrink(row: Row) -> Row:
         "num_experts_per_tok": 2, "moe_intermediate_size": 12, "query_pre_attn_scalar": 16,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "linear_num_key_heads": 2,
         "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
-        "block_ff_dim": 24, "block_multiple_of": 8, "full_attn_idxs": [1],
+        "q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+        "v_head_dim": 8, "block_ff_dim": 24, "block_multiple_of": 8, "full_attn_idxs": [1],
     }  # fmt: skip
     tiny = {key: sizes.get(key, value) if value else value for key, value in row.items()}
     if "num_key_value_heads" in row:

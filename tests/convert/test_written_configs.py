@@ -16,7 +16,16 @@ from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models import config_from_dict
 from tests.conftest import Run
-from tests.tiny_models import KINDS, RECURRENT, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import (
+    KINDS,
+    LATENTS,
+    RECURRENT,
+    assert_close,
+    load_twin,
+    save_random,
+    theirs,
+    tokens,
+)
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1000, "factor": 8, "low_freq_factor": 2,
@@ -111,15 +120,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "conv_L_cache": 5, "conv_bias": True, "num_key_value_heads": 4,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "deepseek_v2": {"n_group": 2, "n_shared_experts": 3, "first_k_dense_replace": 2},
+    "deepseek_v3": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None},
+    "glm4_moe_lite": {
+        "n_group": 2, "norm_topk_prob": False, "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense"],
+    },
+    "minicpm3": {**BIASES, "scale_depth": 2, "q_lora_rank": None},
 }  # fmt: skip
 # Granite 4 has experts by default; GLM-4-MoE no head size that fits its heads.
 REQUIRED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0},
     "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
 }
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)
 NATIVE_FIELDS = {"attention", "capacity_factor", "score"}
 FIXED_FIELDS = {
+    **{family: {"num_key_value_heads"} for family in LATENTS},
+    "deepseek_v2": {"norm_topk_prob", "num_key_value_heads"},
     "lfm2": {"hidden_act"},
     "llama": {"sliding_window"},
     "mistral": {"attention_bias", "mlp_bias"},
@@ -185,7 +204,7 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
 
 
 # Heads of GPT-2 and OLMo cannot be pruned.
-HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", *RECURRENT)]
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", *RECURRENT, *LATENTS)]
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -214,7 +233,7 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
     assert read_config(made.to_dict())[0] == config
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3", *RECURRENT])
+@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3", *RECURRENT, *LATENTS])
 def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
     """narrow_config refuses to drop heads of GPT-2 and OLMo 2."""
     with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):

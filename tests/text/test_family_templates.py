@@ -202,6 +202,23 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
+# DeepSeek-V2's, and DeepSeek-V3's without tools.
+DEEPSEEK_V2 = """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ 'User: ' + message['content'] + '\n\n' }}{% elif message['role'] == 'assistant' %}\
+{{ 'Assistant: ' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}\
+{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+DEEPSEEK_V3 = """\
+{% set ns = namespace(system='') %}{%- for message in messages %}\
+{%- if message['role'] == 'system' %}{% set ns.system = message['content'] %}{%- endif %}\
+{%- endfor %}{{ bos_token }}{{ ns.system }}{%- for message in messages %}\
+{%- if message['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + message['content'] }}{%- endif %}\
+{%- if message['role'] == 'assistant' %}\
+{{ '<\uff5cAssistant\uff5c>' + message['content'].split('</think>')[-1] }}\
+{{ '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{%- endif %}{%- endfor %}\
+{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c>' }}{% endif %}"""
 TEMPLATES = {
     "chatml": CHATML,
     "mixtral": MIXTRAL,
@@ -213,6 +230,8 @@ TEMPLATES = {
     "smollm": SMOLLM,
     "granite": GRANITE,
     "gpt-oss": HARMONY,
+    "deepseek 2": DEEPSEEK_V2,
+    "deepseek 3": DEEPSEEK_V3,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {

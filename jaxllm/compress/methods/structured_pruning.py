@@ -67,9 +67,10 @@ def narrow_config(config: ModelConfig, kind: Groups, count: int) -> ModelConfig:
             f"heads of {config.model_type} cannot be dropped: queries and keys are normalized over"
             " all heads together"
         )
-    if kind == "heads" and not all(map(config.kv_heads, range(config.num_hidden_layers))):
+    if kind == "heads" and not all(map(config.value_heads, range(config.num_hidden_layers))):
         raise ConfigError(
             f"heads of {config.model_type} cannot be dropped: some of its layers have no attention"
+            " or no keys and values for each head"
         )
     attention = config.long_attention(0)
     if kind == "heads" and attention is not None:
