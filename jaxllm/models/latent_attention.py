@@ -221,10 +221,14 @@ def latent_family(row: Family) -> Family:
 
     The inputs of `q_b_proj` and of the linears of heads are no sites.
     """
-    names = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
-    linears = tuple(f"self_attn.{name}" for name in names)
-    first = LinearGroup("attn_norm", linears, "attn.output", row.attention_norm)
-    heads = LinearGroup("attn.z", ("self_attn.o_proj",), "attn.output", None)
+    latent = "self_attn.kv_a_proj_with_mqa"
+    groups = (
+        *(
+            LinearGroup("attn_norm", (query, latent), "attn.output", row.attention_norm)
+            for query in ("self_attn.q_proj", "self_attn.q_a_proj")  # a model has one of them
+        ),
+        LinearGroup("attn.z", ("self_attn.o_proj",), "attn.output", None),
+    )
     return dataclasses.replace(
-        row, linear_groups=(first, heads, *row.linear_groups[2:]), head_linears=()
+        row, linear_groups=(*groups, *row.linear_groups[2:]), head_linears=()
     )

@@ -23,7 +23,7 @@ from jaxllm.weights.formats import Weight, as_format, parse_format, to_dense
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.types.int_weight import IntFormat
 from tests.compress.models import tiny
-from tests.tiny_models import KINDS, RECURRENT, SHARED_CODE, assert_close, tokens
+from tests.tiny_models import KINDS, LATENTS, RECURRENT, SHARED_CODE, assert_close, tokens
 
 # mistral is the llama model.
 FAMILIES = ("gemma3_text", *sorted(KINDS.keys() - {"gemma3_text", "mistral"}))
@@ -121,6 +121,8 @@ def test_methods_preserve_function_before_rounding(
         return weight
 
     dense = " on=.*self_attn.*" if family in ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe") else ""
+    if family in LATENTS:  # nor are those of the linears of heads
+        dense = " on=.*(q_proj|q_a_proj|with_mqa|o_proj).*"
     if family in RECURRENT:  # the inputs of their output projections are no sites
         dense = " on=.*(self_attn|mlp).*"
     monkeypatch.setattr(awq, "round_to_nearest", keep)

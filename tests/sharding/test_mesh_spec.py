@@ -136,9 +136,11 @@ def test_collectives_are_counted_by_kind_and_bytes() -> None:
     }
 
 
-def test_recurrent_layers_refuse_a_mesh() -> None:
-    """Their state is on one device."""
-    model, _ = random_model("lfm2")
-    with pytest.raises(ConfigError, match="lfm2 has recurrent layers, which run on one device"):
+@pytest.mark.parametrize(
+    ("family", "what"), [("lfm2", "recurrent layers"), ("minicpm3", "latent attention")]
+)
+def test_layers_of_one_device_refuse_a_mesh(family: str, what: str) -> None:
+    model, _ = random_model(family)
+    with pytest.raises(ConfigError, match=f"{family} has {what}, which runs? on one device"):
         resolve_mesh(parse_mesh("data=2"), model.config)
     assert resolve_mesh(parse_mesh("data=1"), model.config).num_devices == 1

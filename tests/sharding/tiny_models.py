@@ -9,10 +9,10 @@ from jaxllm.sharding import ShardedModel, make_sharded_model
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, cast
-from tests.tiny_models import KINDS, RECURRENT, random_model
+from tests.tiny_models import KINDS, LATENTS, RECURRENT, random_model
 
 # Mistral is the llama model; recurrent layers run on one device.
-FAMILIES = tuple(kind for kind in KINDS if kind not in ("mistral", *RECURRENT))
+FAMILIES = tuple(kind for kind in KINDS if kind not in ("mistral", *RECURRENT, *LATENTS))
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 56},
     "gpt_neox": {"num_attention_heads": 8, "hidden_size": 48},
