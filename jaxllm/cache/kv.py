@@ -307,10 +307,11 @@ def _empty_cache(
 ) -> KVCache:
     """Build an empty cache; `sharded`: the model, if it is sharded."""
     layers = range(config.num_hidden_layers)
-    keys, values = map(config.kv_heads, layers), map(config.value_heads, layers)
+    keys = [config.kv_heads(i) for i in layers]
+    values = [config.value_heads(i) for i in layers]
     stage_layers = () if sharded is None else sharded.stage_layers
     if stage_layers:
-        keys = values = (config.kv_heads(0) * len(stage_layers),) * len(stage_layers[0])
+        keys = values = [keys[0] * len(stage_layers)] * len(stage_layers[0])
 
     def zeros(heads: int) -> Entries:
         shape = (batch, capacity, heads, config.head_dim)

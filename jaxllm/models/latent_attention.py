@@ -155,6 +155,8 @@ class LatentAttention(nn.Module):
 class Block(decoder.Block):
     """One layer with latent attention."""
 
+    config: LatentConfig
+
     def _mixer(self) -> Any:
         return LatentAttention(self.config, self.precision, self.layer, name="self_attn")
 

@@ -254,14 +254,14 @@ def attend(
     # Round new keys and values as the cache will, so that a token attends to the same numbers
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
-    k, v = ops.cast(k, kept), ops.cast(v, kept)
-    new = ops.Part(k, v if v.shape[2] else k, context.position_BT)
+    new_k, new_v = ops.cast(k, kept), ops.cast(v, kept)
+    new = ops.Part(new_k, new_v if v.shape[2] else new_k, context.position_BT)
     tree = context.branches
     if tree is None:
         parts.append(new)
     else:
-        path_k = tree.gather(k, layer, "k")
-        path_v = tree.gather(v, layer, "v") if v.shape[2] else path_k
+        path_k = tree.gather(new_k, layer, "k")
+        path_v = tree.gather(new_v, layer, "v") if v.shape[2] else path_k
         parts.append(ops.Part(path_k, path_v, tree.position_RP))
     special = (context.hooks.attend, kind, self_extend, context.document_BT, context.mask_BTS)
     if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
@@ -276,7 +276,7 @@ def attend(
                 " attention mass, scores or weights. Use a mesh without sequence"
             )
         at, documents = context.position_BT, context.document_BT
-        out, (k, v, _) = context.hooks.attend(
+        out, (new_k, new_v, _) = context.hooks.attend(
             q, at, parts, documents, window=window, sink_N=sink_N, **options
         )
     elif kind is not None:
@@ -311,7 +311,7 @@ def attend(
     if site.reads("attn.result"):
         site("attn.result", _head_outputs(out, project_out))
     x = site("attn.output", project_out(out.reshape(*out.shape[:2], -1)))
-    return AttentionOutput(k, v, x, mass, state)
+    return AttentionOutput(new_k, new_v, x, mass, state)
 
 
 def _attend_dense(
