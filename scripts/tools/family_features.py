@@ -42,9 +42,6 @@ COLUMNS = {
         f"{STATE}test_nodes_of_a_tree_equal_their_chains",
     ),
     "bits": (WAYS,),
-    "chat": (
-        "tests/text/test_family_templates.py::test_family_template_rendering_equals_transformers",
-    ),
     "mesh": ("tests/sharding/test_mesh_matrix.py::test_mesh_matrix_cell_equals_single_device",),
 }
 SUITES = {"test": "t", "more": "m", "full": "f"}
