@@ -13,6 +13,7 @@ from jaxllm.convert.decoders import (
 )
 from jaxllm.convert.tables import Field, Interval
 from jaxllm.convert.text_tower import drop_mrope
+from jaxllm.convert.value_heads import GroupedValueHeads
 from jaxllm.models.qwen3_5_text import Qwen3_5Config
 
 LINEAR = tuple(
@@ -48,6 +49,7 @@ TABLES = (
         Field("head_dim", "head_dim", 256),
         Field("max_position_embeddings", "max_position_embeddings", 32768),
         ignored_fields=frozenset({PARTIAL_ROTARY_FACTOR}),
+        layouts=(GroupedValueHeads(),),
         prepare=lambda data: set_rotary_share(drop_mrope(data), 0.25),
         derive=_resolve_layers,
         finish=write_rotary_share,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.convert.fused_layouts import Layout
 from jaxllm.convert.gguf.names import ModuleRow
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
@@ -31,6 +32,7 @@ class GGUFArchitecture:
         derive_keys: Keys that only `derive` reads.
         truncates_yarn: Whether YaRN's correction range has whole numbers. llama.cpp always rounds
             it; False: the model was trained otherwise.
+        layout: Tensors whose numbers or shapes differ from ours.
         writes_pattern: Whether the layers with a sliding window are listed in the file.
         write_keys: Returns further keys of a configuration, with values.
     """
@@ -46,6 +48,7 @@ class GGUFArchitecture:
     derive: DeriveFields = lambda fields, data: {}
     derive_keys: frozenset[str] = frozenset()
     truncates_yarn: bool = True
+    layout: Layout | None = None
     writes_pattern: bool = False
     write_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
@@ -62,7 +65,7 @@ SIZE_FIELDS = (
 )
 IGNORED = frozenset({"vocab_size", "attention.value_length", "rope.dimension_count"})  # see below
 # Prefixes of keys that change llama.cpp's results: unknown keys that begin so are refused.
-MATH_PREFIXES = ("attention.", "rope.", "expert", "ssm.", "wkv.", "xielu.")
+MATH_PREFIXES = ("attention.", "rope.", "expert", "shortconv.", "ssm.", "wkv.", "xielu.")
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),

@@ -20,7 +20,7 @@ RowRange = Callable[[ModelConfig], tuple[int, int, int]]  # a tensor's rows: fir
 
 
 class ModuleRow(NamedTuple):
-    """A module: our path and GGUF's name, both with `*` for the layer number.
+    """A module, or one of its parameters: our path and GGUF's name, with `*` for the layer number.
 
     Attributes:
         row_order: Our row for each row in GGUF; None: the same order.
@@ -156,6 +156,33 @@ GLM4_MOE = (
     ),
     ModuleRow(f"{_MLP}.selection", "blk.*.exp_probs_b"),
 )
+_DELTA = "layers.*.linear_attn"
+QWEN3_5 = (
+    *_offset_norms((*_EMBEDDINGS, _NORMS[0], _POST_NORMS[0], *_QK_NORMS)),
+    *_QKVO,
+    *_GATED_MLP,
+    ModuleRow(f"{_DELTA}.in_proj_qkv", "blk.*.attn_qkv"),
+    ModuleRow(f"{_DELTA}.in_proj_z", "blk.*.attn_gate"),
+    ModuleRow(f"{_DELTA}.in_proj_b", "blk.*.ssm_beta"),
+    ModuleRow(f"{_DELTA}.in_proj_a", "blk.*.ssm_alpha"),
+    ModuleRow(f"{_DELTA}.conv1d", "blk.*.ssm_conv1d", always_float32=True),
+    ModuleRow(f"{_DELTA}.A_log", "blk.*.ssm_a"),
+    ModuleRow(f"{_DELTA}.dt_bias", "blk.*.ssm_dt.bias"),
+    ModuleRow(f"{_DELTA}.norm", "blk.*.ssm_norm"),
+    ModuleRow(f"{_DELTA}.out_proj", "blk.*.ssm_out"),
+)
+LFM2 = (
+    ModuleRow("embed_tokens", "token_embd"),
+    ModuleRow("norm", "token_embd_norm"),  # applied at the end
+    ModuleRow("lm_head", "output"),
+    *_NORMS,
+    *_QKVO,
+    *_QK_NORMS,
+    *_GATED_MLP,
+    ModuleRow("layers.*.conv.in_proj", "blk.*.shortconv.in_proj"),
+    ModuleRow("layers.*.conv.conv", "blk.*.shortconv.conv", always_float32=True),
+    ModuleRow("layers.*.conv.out_proj", "blk.*.shortconv.out_proj"),
+)
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
 GPT_OSS = (
     *_EMBEDDINGS,
@@ -222,16 +249,18 @@ def match_names(modules: Iterable[ModuleRow], names: Iterable[str]) -> Iterator[
     for row in modules:
         known.setdefault(row.tensor, []).append(row)
     for name in names:
-        stem, _, what = name.rpartition(".")
-        number = re.search(r"(?<=\.)\d+(?=\.|$)", stem)
-        general = stem if number is None else f"{stem[: number.start()]}*{stem[number.end() :]}"
-        rows = known.get(general)
-        if rows is None or what not in ("weight", "bias"):
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        general = name if number is None else f"{name[: number.start()]}*{name[number.end() :]}"
+        stem, _, what = general.rpartition(".")
+        rows, end = known.get(general), ""
+        if rows is None and what in ("weight", "bias"):
+            rows, end = known.get(stem), f".{what}"
+        if rows is None:
             yield name
             continue
         for row in rows:
             path = row.path.replace("*", number[0] if number else "*")
-            yield MatchedParam(f"{path}.{what}", name, row)
+            yield MatchedParam(f"{path}{end}", name, row)
 
 
 def match_paths(modules: Iterable[ModuleRow], paths: Iterable[str]) -> Iterator[MatchedParam | str]:

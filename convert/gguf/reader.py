@@ -79,7 +79,8 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
             continue
         header, entry = stored[match.name]
         placed = _locate_tensor(header, entry, match, config, complaints)
-        leaf = placed.to_leaf() if match.path in quantizable else None
+        exact = match.path not in quantizable or match.module.always_float32
+        leaf = None if exact else placed.to_leaf()
         single = leaf is not None and len(placed.shape) == 3 and not can_stack(leaf[0].name)
         if leaf is None or single:  # stacks of experts lack some formats: exact floats
             tensors[match.path] = placed.to_plain()
@@ -88,6 +89,8 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
             tensors |= {f"{match.path}{piece}": tensor for piece, tensor in leaf[1].items()}
             if (mapped := placed.to_blocks()) is not None:
                 blocks[match.path] = mapped
+    if row.layout is not None:
+        tensors = row.layout.read(tensors, config)
     check_tensors(tensors, config, str(path), formats, complaints)
     _warn_larger(path, entries.values())
     precision = _precision(tensors, formats, config)

@@ -78,7 +78,9 @@ def read_config(
     if strict and (unread := unknown_keys(header)):
         complaints.append(f"unknown keys {', '.join(unread)}. Drop strict to ignore them")
     data = {
-        key.removeprefix(begins): _common_value(key, value, complaints)
+        key.removeprefix(begins): _common_value(
+            key, value, key.removeprefix(begins) in row.derive_keys, complaints
+        )
         for key, value in header.settings.items()
         if key.startswith(begins)
     }
@@ -105,7 +107,7 @@ def read_config(
     where = f"{header.path}"
     refuse(where, complaints)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if fields["num_key_value_heads"] is None:
+    if fields.get("num_key_value_heads", 0) is None:
         fields["num_key_value_heads"] = heads
     if fields["head_dim"] is None:
         if type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
@@ -152,20 +154,24 @@ def write_config(
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
     name, row = candidates[0]
     slides = tuple(config.window(i) is not None for i in range(config.num_hidden_layers))
-    pattern = {"attention.sliding_window_pattern": slides} if row.writes_pattern else {}
+    keys = row.write_keys(config)
+    if row.writes_pattern:
+        keys["attention.sliding_window_pattern"] = slides
     complaints = [
         f"{field} {getattr(config, field)!r} (expected {value!r})"
-        for field, value in {**row.constants, **row.derive(vars(config), pattern)}.items()
+        for field, value in {**row.constants, **row.derive(vars(config), keys)}.items()
         if not _is_equivalent(getattr(config, field), value)
     ]
     kind = config.long_attention(0)
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {key: getattr(config, name) for key, name, *_ in row.fields}
-    values |= row.write_keys(config)
-    values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
-    if row.writes_pattern and any(slides):
-        values["attention.sliding_window_pattern"] = np.array(slides)
+    values |= keys | {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
+    if not any(slides):
+        values.pop("attention.sliding_window_pattern", None)
+    for key, value in values.items():
+        if isinstance(value, tuple):
+            values[key] = np.array(value, bool if type(value[0]) is bool else np.int32)
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
     if row.uses_rope and isinstance(rope, Rope):
         context = config.max_position_embeddings
@@ -190,11 +196,11 @@ def _is_equivalent(value: Any, known: Any) -> bool:
     return value == known or (names and ACTIVATIONS[value] is ACTIVATIONS.get(known))
 
 
-def _common_value(key: str, value: Any, complaints: list[str]) -> Any:
-    """Reduce per-layer values to their common value; keep sliding_window_pattern as a tuple."""
+def _common_value(key: str, value: Any, derives: bool, complaints: list[str]) -> Any:
+    """Reduce per-layer values to their common value; keep those that `derive` reads as a tuple."""
     if not isinstance(value, np.ndarray):
         return value
-    if key.endswith((".sliding_window_pattern", ".dimension_sections")):
+    if derives or key.endswith(".sliding_window_pattern"):
         return tuple(int(x) for x in value[:MAX_LAYERS])
     if value.ndim == 1 and value.size and (value == value[0]).all():
         return value[0].item()

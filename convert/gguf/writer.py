@@ -105,12 +105,13 @@ def write_gguf(
         **spoken,
     }
     plain = dequantize_checkpoint(checkpoint) if checkpoint.formats else checkpoint
+    stored = plain.tensors if row.layout is None else row.layout.write(dict(plain.tensors), config)
     tensors, parts = list[OutputTensor](), dict[str, list[tuple[int, OutputTensor]]]()
     replaced = dict[str, str]()
-    for match in names.match_paths(row.modules, plain.tensors):
+    for match in names.match_paths(row.modules, stored):
         if isinstance(match, str):
             raise ConfigError(f"{match} has no GGUF name")
-        tensor = plain.tensors[match.path]
+        tensor = stored[match.path]
         single, columns = tensor.ndim < 2 or match.module.always_float32, tensor.columns
         single |= match.path.endswith(".bias")
         block = BY_NAME["F32"] if single else choose_block(kind, match.name, columns, config)
@@ -118,7 +119,8 @@ def write_gguf(
             block = BY_NAME["MXFP4"]  # kept, as in llama.cpp's mixtures
         if not single and block is not choose_block(kind, match.name, FULL_COLUMNS, config):
             replaced[match.name] = block.name
-        held = _copy_codes(checkpoint, match, block)
+        is_changed = tensor is not plain.tensors[match.path]
+        held = None if is_changed else _copy_codes(checkpoint, match, block)
         quantized = held or _quantize_tensor(tensor, match, block, config)
         if match.module.row_range is None:
             tensors.append(quantized)

@@ -58,6 +58,8 @@ class DeltaNetConfig(RecurrentConfig):
     Attributes:
         linear_num_key_heads, linear_num_value_heads: Each key head serves equally many value heads.
         linear_conv_kernel_dim: Width of the convolution, in tokens.
+        value_heads_tiled: Whether the key head of value head i is i modulo their number (GGUF),
+            instead of i divided by the number of value heads of each.
     """
 
     linear_num_key_heads: HeadCount
@@ -65,6 +67,7 @@ class DeltaNetConfig(RecurrentConfig):
     linear_key_head_dim: HeadCount
     linear_value_head_dim: HeadCount
     linear_conv_kernel_dim: HeadCount
+    value_heads_tiled: bool = False
 
     def _complaints(self) -> list[str]:
         complaints = super()._complaints()
@@ -145,17 +148,25 @@ class GatedDeltaNet(nn.Module):
         )
         decay = -jnp.exp(log_11N) * jax.nn.softplus(a.astype(jnp.float32) + bias_11N)
         update = jax.nn.sigmoid(b.astype(jnp.float32))
-        others = tuple(y.reshape(*y.shape[:2], H, -1) for y in (decay, update))
+
+        def group(y: jax.Array, *size: int) -> jax.Array:
+            """Return a value for each value head as `[B, T, H, R, ...]`."""
+            if not c.value_heads_tiled:
+                return y.reshape(*y.shape[:2], H, N // H, *size)
+            return y.reshape(*y.shape[:2], N // H, H, *size).swapaxes(2, 3)
+
+        others = tuple(group(y) for y in (decay, update))
 
         def split(conv_BTX: jax.Array, others: Any) -> Tokens:
             parts = jnp.split(jax.nn.silu(conv_BTX), (keys, 2 * keys), axis=-1)
-            q, k, v = (y.reshape(*y.shape[:2], H, -1) for y in parts)
+            q, k = (y.reshape(*y.shape[:2], H, K) for y in parts[:2])
             q, k = (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-            return Tokens(q * K**-0.5, k, v.reshape(*v.shape[:3], -1, V), *others)
+            return Tokens(q * K**-0.5, k, group(parts[2], V), *others)
 
         weight_XL, _ = Convolution(c.linear_conv_kernel_dim, False, name="conv1d")(qkv.shape[-1])
         recurrence = Recurrence(weight_XL, None, split)
         y, state = run_recurrence(self, recurrence, qkv, others, context, site)
+        y = y.swapaxes(2, 3) if c.value_heads_tiled else y
         y = GatedNorm(c.norm_eps, name="norm")(y.reshape(*y.shape[:2], N, V), z)
         y = Linear(x.shape[-1], False, p, name="out_proj")(y.astype(x.dtype))
         return recurrent_output(self, site("attn.output", y), state, context)

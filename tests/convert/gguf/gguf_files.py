@@ -21,7 +21,7 @@ ARCHS = {
     "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
     "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
     "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
-    "gpt_oss": A.GPT_OSS,
+    "gpt_oss": A.GPT_OSS, "qwen3_5_text": A.QWEN35, "lfm2": A.LFM2,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -59,9 +59,17 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
         if kind in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             array = permuted(array, config[heads])
+        if "linear_attn" in name:
+            array = tiled(name, array, config)
+            name = name.replace("dt_bias", "dt_proj.bias")
+        if "conv1d" in name or "conv.conv" in name:
+            array = array.squeeze(1)
+        if name.endswith("A_log"):
+            array = -np.exp(array)
         if name.endswith("sinks"):
             name += ".weight"
-        if kind.startswith("gemma") and name.endswith("norm.weight"):
+        offset = kind == "qwen3_5_text" and "linear_attn" not in name
+        if (offset or kind.startswith("gemma")) and name.endswith("norm.weight"):
             array = array + np.float32(1)
         if "query_key_value" in name:  # per head there, all queries first here
             per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
@@ -71,6 +79,19 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
         assert theirs is not None, name
         found[theirs] = np.ascontiguousarray(array)
     return found
+
+
+def tiled(name: str, array: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """`_LinearAttentionVReorderBase` of llama.cpp's converter."""
+    H, N = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if ".norm." in name:
+        return array
+    if "out_proj" in name:
+        return np.ascontiguousarray(tiled("in_proj_z", array.T, config).T)
+    queries = 2 * H * config["linear_key_head_dim"]
+    first = queries if "qkv" in name or "conv1d" in name else 0
+    heads = array[first:].reshape(H, N // H, -1, *array.shape[1:])
+    return np.concatenate([array[:first], heads.swapaxes(0, 1).reshape(array[first:].shape)])
 
 
 def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -116,7 +137,7 @@ SETTINGS = {
     "head_count": ("n_head", "num_attention_heads"),
     "head_count_kv": ("num_key_value_heads",),
     "layer_norm_eps": ("layer_norm_epsilon", "layer_norm_eps"),
-    "layer_norm_rms_eps": ("rms_norm_eps",),
+    "layer_norm_rms_eps": ("rms_norm_eps", "norm_eps"),
     "parallel_residual": ("use_parallel_residual",),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_shared_count": ("n_shared_experts",),
@@ -137,6 +158,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     kind = config["model_type"]
     for setting, names in SETTINGS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
+        if kind == "lfm2" and setting == "head_count_kv":
+            value = [value * (layer != "conv") for layer in config["layer_types"]]
         if value is not None:
             getattr(writer, f"add_{setting}")(value)
     if kind == "gpt2":
@@ -168,6 +191,10 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
         "gpt_oss",
     )  # fmt: skip
+    if kind == "qwen3_5_text":
+        add_delta_net(writer, config)
+    if kind == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config.get("sliding_window") and kind in windowed:
@@ -175,6 +202,20 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind in ("olmo3", "exaone4"):
         slides = [layer == "sliding_attention" for layer in config["layer_types"]]
         writer.add_sliding_window_pattern(slides)
+
+
+def add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """`Qwen3NextModel.set_gguf_parameters` of llama.cpp's converter."""
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config["head_dim"]))
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
 
 
 def add_yarn(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
@@ -215,6 +256,8 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
             array.ndim < 2
             or name.endswith(".bias")
             or "position_embd" in name
+            or "conv.weight" in name
+            or "conv1d" in name
             or "ffn_gate_inp" in name
         ):
             return array.astype(np.float32), gguf.GGMLQuantizationType.F32

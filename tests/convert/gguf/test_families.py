@@ -76,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8, "num_hidden_layers": 2, "swiglu_limit": 7.0,
         "rope_parameters": {**ROPES["yarn"], "truncate": False},
     },
+    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
@@ -106,8 +107,9 @@ def sizes_of(family: str) -> dict[str, Any]:
         dense = {"layer_types": ["full_attention"] * 6, "mamba_n_heads": 1, "mamba_n_groups": 1}
         return {**SIZES, **dense, "shared_intermediate_size": 96, "spread": 0.1}
     sizes = {**({} if family == "gpt2" else SIZES), **FAMILIES[family], "spread": 0.1}
-    if family in ("gpt_neox", "cohere2"):
-        sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
+    names = {"gpt_neox": "layer_norm_eps", "cohere2": "layer_norm_eps", "lfm2": "norm_eps"}
+    if family in names:
+        sizes[names[family]] = sizes.pop("rms_norm_eps")
     return sizes
 
 

@@ -1,0 +1,111 @@
+"""Qwen3.5 in GGUF, whose value heads llama.cpp tiles."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+import jaxllm
+from jaxllm.convert.gguf.reader import open_gguf
+from jaxllm.convert.gguf.writer import write_gguf
+from jaxllm.convert.hf import write_hf
+from jaxllm.convert.registry import open_checkpoint
+from jaxllm.errors import CheckpointError
+from tests.convert.gguf.gguf_files import overwrite, raw_of, raw_tensors, write
+from tests.tiny_models import assert_close, save_random, tokens
+
+IDS = tokens(2, 9)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two value heads for each key head, whose rows are whole blocks."""
+    directory = tmp_path_factory.mktemp("qwen3_5")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "num_attention_heads": 4}
+    channels = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    save_random(directory, "qwen3_5_text", spread=0.1, **sizes, **heads, **channels)
+    return directory
+
+
+def logits_of(file: Path) -> Any:
+    lm = jaxllm.load(file)
+    return jaxllm.forward(lm.model, lm.params, None, IDS).logits
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> np.ndarray:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        return np.asarray(model.eval()(torch.tensor(IDS)).logits.numpy())
+
+
+def test_tiled_value_heads_equal_transformers(
+    source: Path, expected: np.ndarray, tmp_path: Path
+) -> None:
+    """A file in the order of llama.cpp's converter runs in that order, with equal logits."""
+    file = write(tmp_path / "a.gguf", source)
+    config: Any = open_gguf(file).config
+    assert config.value_heads_tiled
+    assert dataclasses.replace(config, value_heads_tiled=False) == open_checkpoint(source).config
+    assert_close(logits_of(file), expected)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_written_files_tile_value_heads(kind: str, source: Path, tmp_path: Path) -> None:
+    """Files written from grouped heads, and again from those, are llama.cpp's."""
+    there = write(tmp_path / "a.gguf", source, raw_of(gguf.GGMLQuantizationType[kind]))
+    write_gguf(tmp_path / "b.gguf", open_checkpoint(source), kind)
+    write_gguf(tmp_path / "c.gguf", open_checkpoint(there), kind)
+    for file in ("b.gguf", "c.gguf"):
+        found, wanted = raw_tensors(tmp_path / file), raw_tensors(there)
+        assert found.keys() == wanted.keys()
+        for name, (block, shape, data) in wanted.items():
+            if name.endswith(("ssm_a", "norm.weight")):  # a logarithm and 1 + w round
+                assert_close(
+                    np.frombuffer(found[name][2], np.float32), np.frombuffer(data, np.float32)
+                )
+            else:
+                assert found[name] == (block, shape, data), name
+        first, second = (gguf.GGUFReader(x).fields for x in (there, tmp_path / file))
+        for key, field in first.items():
+            if key.startswith("qwen35."):
+                assert second[key].contents() == field.contents(), key
+
+
+def test_tiled_value_heads_are_grouped_in_hugging_face_files(source: Path, tmp_path: Path) -> None:
+    """A model read from GGUF has its own tensors when it is written as it came."""
+    checkpoint = open_gguf(write(tmp_path / "a.gguf", source))
+    write_hf(tmp_path / "hf", checkpoint)
+    found, wanted = (load_file(x / "model.safetensors") for x in (tmp_path / "hf", source))
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6, err_msg=name)
+    assert open_checkpoint(tmp_path / "hf").config == open_checkpoint(source).config
+
+
+def test_growing_decays_are_refused(source: Path, tmp_path: Path) -> None:
+    """ssm_a is -exp(A_log), so that a number from 0 on is none."""
+    raw = raw_of(gguf.GGMLQuantizationType.F32)
+
+    def store(name: str, array: np.ndarray) -> Any:
+        return raw(name, np.zeros_like(array) if name.endswith("ssm_a") else array)
+
+    with pytest.raises(CheckpointError, match="ssm_a must be negative"):
+        jaxllm.load(write(tmp_path / "a.gguf", source, store))
+
+
+def test_other_layers_are_refused(source: Path, tmp_path: Path) -> None:
+    """The list of recurrent layers must match the tensors."""
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        writer.add_array("qwen35.attention.recurrent_layers", [True, True])
+
+    with pytest.raises(CheckpointError, match=r"layers\.1\."):
+        open_gguf(write(tmp_path / "a.gguf", source, also=overwrite(also)))
