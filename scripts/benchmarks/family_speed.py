@@ -7,7 +7,8 @@ One decision: both run the same GGUF file, written with `jaxllm convert`'s write
 weights (a repeated block of noise; speed does not depend on it). All families have about
 TinyLlama's sizes (hidden size 2048, MLP 5632, 22 layers, 32 heads, 4 key/value heads, vocabulary
 32,000), so that only the family differs. Mixtures have 11 layers with 8 experts of half the MLP
-size, 2 per token; gpt_oss has four layers of gpt-oss-20b, with experts in MXFP4. Rounds of the two
+size, 2 per token; gpt_oss has four layers of gpt-oss-20b, with experts in MXFP4; qwen3_5_text and
+lfm2 have the sizes of Qwen3.5-0.8B and LFM2-1.2B. Rounds of the two
 alternate. The table reports median tokens per second for one row, 32 tokens from an empty cache,
 and the ratio. llama.cpp rounds the inputs of quantized products
 to 8 bits, and so does jaxllm unless --exact-inputs keeps them in bfloat16.
@@ -75,6 +76,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4,
         "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32,
         "num_experts_per_tok": 4,
+    },
+    "qwen3_5_text": {
+        **SIZES, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    },
+    "lfm2": {
+        **SQUARE, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "tie_word_embeddings": True,
     },
     "gpt_neox": {
         **{n: size for n, size in SQUARE.items() if n != "num_key_value_heads"},
