@@ -10,6 +10,8 @@ from jaxllm.convert.tables import Field
 from jaxllm.models.exaone4 import Exaone4Config
 
 PATTERN = "sliding_window_pattern"
+# Of EXAONE 4.5's layers that predict more than one token.
+UNUSED = frozenset({"mtp_loss_scaling_factor", "mtp_share_layers", "num_nextn_predict_layers"})
 
 
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
@@ -33,6 +35,7 @@ TABLES = (
         Field("rms_norm_eps", "norm_eps", 1e-5),
         Field("sliding_window", "sliding_window", None),
         Field(PATTERN, PATTERN, 4, Annotated[int, Meta(ge=0)] | str),
+        ignored_fields=UNUSED,
         derive=_resolve_layers,
     ),
 )

@@ -25,7 +25,7 @@ NAMES = {
 UNUSED = frozenset({
     "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
     "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out",
-    "conv_use_xavier_init", "num_heads", "use_pos_enc",
+    "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc",
 })  # fmt: skip
 # Fields that only give the width of the MLP.
 WIDTH = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")

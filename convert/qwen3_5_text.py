@@ -26,6 +26,14 @@ LINEAR = tuple(
         ("conv_kernel_dim", 4),
     )
 )
+# Of the state's data type in other engines, and of layers that predict more than one token.
+UNUSED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+# Fields of published files that transformers does not read, with the values that its class has.
+ALLOWED = {
+    "attn_output_gate": (True,),
+    "mlp_only_layers": ([],),
+    "output_gate_type": ("swish", "silu"),
+}
 
 
 def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
@@ -48,7 +56,8 @@ TABLES = (
         Field("full_attention_interval", "full_attention_interval", 4, Interval),
         Field("head_dim", "head_dim", 256),
         Field("max_position_embeddings", "max_position_embeddings", 32768),
-        ignored_fields=frozenset({PARTIAL_ROTARY_FACTOR}),
+        allowed_values=ALLOWED,
+        ignored_fields=UNUSED | {PARTIAL_ROTARY_FACTOR},
         layouts=(GroupedValueHeads(),),
         prepare=lambda data: set_rotary_share(drop_mrope(data), 0.25),
         derive=_resolve_layers,

@@ -47,6 +47,11 @@ QWEN3_MOE = make_table(
     # Read into mlp_layer_types.
     Field("decoder_sparse_step", "decoder_sparse_step", 1, Interval),
     Field("mlp_only_layers", "mlp_only_layers", (), tuple[int, ...]),
+    allowed_values={
+        "qkv_bias": (False,),
+        "shared_expert_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+    },
     ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
     aliases={"num_local_experts": "num_experts"},
     layouts=(ExpertLayout("mlp"),),

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 # The text model's own model_type, if it is not a family's name: the family.
-_FAMILIES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_FAMILIES = {
+    "exaone4_5_text": "exaone4",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
 _FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}  # files with the text model's fields on top
 # Defaults of transformers' text classes, which published files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -1,9 +1,10 @@
 """Published config.json files: read as transformers reads them, ignoring neutral fields.
 
 `published_configs.json` has whole files, copied from public code and pages of the Hub, or as
-transformers prints them, without `_name_or_path`. SmolLM3-3B, Granite 4.0 Micro, EXAONE 4.0 1.2B,
-GLM-4, GLM-4.7-Flash, MiniCPM3-4B, Command R7B, Qwen3.5-27B and LFM2-1.2B are put together from
-fields that public pages quote.
+transformers prints them, without `_name_or_path`. These are put together from fields that public
+code and pages quote: SmolLM3-3B and its base, Granite 4.0 Micro and H 350M, 4.1 and 4.2, EXAONE 4.0
+1.2B, GLM-4, GLM-4.5, 4.7 and 4.7-Flash, MiniCPM3-4B, Command R7B, Qwen3.5-0.8B, 2B and 4B, Qwen3.6,
+Qwen3.8, LFM2-1.2B and Ministral 3 3B.
 """
 
 import json
@@ -19,6 +20,7 @@ from transformers.models.auto import modeling_auto
 
 import jaxllm
 from jaxllm.convert.hf import TABLES, open_hf, read_config, unread_fields
+from jaxllm.convert.text_tower import OTHER_TOWERS, select_text_config
 from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
 from tests.conftest import Run
@@ -39,7 +41,7 @@ PUBLISHED: dict[str, Row] = json.loads(
 # Fields of published files that no conversion table lists.
 UNREAD = {
     "auto_map", "custom_pipelines", "document_attention", "internal_version", "sliding_window_size",
-    "unsloth_version",
+    "unsloth_version", *OTHER_TOWERS,
 }  # fmt: skip
 SHRUNK = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -87,9 +89,10 @@ def test_read_config_equals_transformers_on_published_files(name: str) -> None:
 
 
 def test_published_configs_cover_every_family() -> None:
-    """At least 60 published files cover every model type that has a reader."""
-    assert len(PUBLISHED) >= 60
-    assert {row["model_type"] for row in PUBLISHED.values()} == set(TABLES)
+    """At least 102 published files cover every model type that has a reader."""
+    assert len(PUBLISHED) >= 102
+    kinds = {select_text_config(row)["model_type"] for row in PUBLISHED.values()}
+    assert kinds == set(TABLES)
 
 
 def shrink(row: Row) -> Row:
@@ -169,6 +172,9 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
         "'sliding_attention'",
     ),
     ("qwen2", {"rope_scaling": {"mrope_section": [1, 1, 2]}}, "rope_scaling.mrope_section must be"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm must be True, got False"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be True, got False"),
+    ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type must be 'swish' or"),
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod must be 1, got 2"),
     ("phi3", {"interpolate_factor": 4}, "interpolate_factor must be 1, got 4"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias must be False"),

@@ -33,6 +33,11 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**QWEN_VISION, "out_hidden_size": 48},
         "qwen2",
     ),
+    "Exaone4_5_": (
+        {**LLAMA, "model_type": "exaone4_5_text", "sliding_window_pattern": 2},
+        {**QWEN_VISION, "num_key_value_heads": 1, "out_hidden_size": 40},
+        "exaone4",
+    ),
     "Qwen3VL": (
         {**LLAMA, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         {**QWEN_VISION, "out_hidden_size": 40, "deepstack_visual_indexes": []},
