@@ -296,8 +296,9 @@ def read_rope(
     kind = settings.setdefault("rope_type", "default")
     if kind == "su":  # LongRoPE's name in early files
         kind = settings["rope_type"] = "longrope"
-    if settings.get("partial_rotary_factor") == 1:
-        del settings["partial_rotary_factor"]
+    for name, absent in (("partial_rotary_factor", 1), ("mscale", 0), ("mscale_all_dim", 0)):
+        if settings.get(name) == absent:
+            del settings[name]
     if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # jaxllm only
         known = ", ".join(name for name in ROPE_FIELDS if name != "divisors")
         complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 
 import jaxllm
@@ -23,6 +24,7 @@ from jaxllm.convert.hf import TABLES, open_hf, read_config, unread_fields
 from jaxllm.convert.text_tower import OTHER_TOWERS, select_text_config
 from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
+from jaxllm.ops.rope import inverse_frequencies
 from tests.conftest import Run
 from tests.tiny_models import (
     VOCAB,
@@ -207,6 +209,17 @@ def test_read_config_accepts_neutral_values_of_refused_fields(family: str) -> No
     }  # fmt: skip
     data = theirs(family).to_dict()
     assert read_config({**data, **neutral}, strict=True)[0] == read_config(data)[0]
+
+
+def test_zero_magnitude_of_yarn_is_as_absent() -> None:
+    """Devstral 2 has mscale_all_dim 0, for which transformers takes YaRN's own magnitude."""
+    rope = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    zero = {**theirs("llama").to_dict(), "rope_parameters": None, "rope_scaling": rope}
+    config, _ = read_config(zero)
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](config_class(zero)(**zero))
+    _, magnitude = inverse_frequencies(config.ropes[0], head_dim=config.head_dim)
+    assert magnitude == pytest.approx(expected) and magnitude > 1
 
 
 def test_unknown_fields_raise_one_warning(tmp_path: Path, run: Run) -> None:
