@@ -135,7 +135,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
 }
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)
-NATIVE_FIELDS = {"attention", "capacity_factor", "score"}
+NATIVE_FIELDS = {"attention", "capacity_factor", "score", "value_heads_tiled"}
 FIXED_FIELDS = {
     **{family: {"num_key_value_heads"} for family in LATENTS},
     "deepseek_v2": {"norm_topk_prob", "num_key_value_heads"},
