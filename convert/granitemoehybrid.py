@@ -24,7 +24,7 @@ def _rename_layers(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rename layers as transformers does, and derive the size of a Mamba head."""
     types = data.get("layer_types")
     if isinstance(types, list | tuple):
-        types = [OUR_NAMES.get(kind, kind) for kind in types]
+        types = [OUR_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     head = data.get("mamba_d_head")
     return {
         **data,

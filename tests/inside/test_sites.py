@@ -62,7 +62,7 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         before(block, f"{at}.resid_pre")
         after(block, f"{at}.resid_post")
         modules = dict(block.named_modules())
-        mixers = ("self_attn", "attn", "attention", "linear_attn", "conv")
+        mixers = ("self_attn", "attn", "attention", "linear_attn", "conv", "mamba")
         attention = next(modules[n] for n in mixers if n in modules)
         after(attention, f"{at}.attn.output")
         if hasattr(attention, "o_proj"):  # heads may be gated before it
