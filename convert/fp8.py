@@ -1,7 +1,7 @@
 """Matrices in 8-bit floats with scales, as numbers: code x scale, in float32 until they are loaded.
 
-A tensor `X` of codes (float8_e4m3fn) has a scale that is multiplied: `X_scale_inv` with
-`quant_method` "fp8", `X_scale` with compressed-tensors. There is one scale for the tensor, for
+A tensor X of codes (float8_e4m3fn) has a scale that is multiplied: X_scale_inv with
+`quant_method` "fp8", X_scale with compressed-tensors. There is one scale for the tensor, for
 each row, or for each block of rows and columns. Scales of inputs are not needed: inputs stay in
 full precision.
 """

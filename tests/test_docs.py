@@ -329,7 +329,7 @@ FOREIGN = {
     "QuantLinear", "pack", "WQLinear_GEMM", "LlamaModel", "permute", "traceback",
     "print_last", "sys", "last_value",
     "_fake_quantize_learnable_per_channel_affine", "concurrent", "futures", "lm_eval", "quant",
-    "save_pretrained", "merge_and_unload", "gguf_convert_endian", "model_args",
+    "save_pretrained", "merge_and_unload", "ssm_a", "gguf_convert_endian", "model_args",
 }  # fmt: skip
 
 
