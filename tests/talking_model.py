@@ -63,10 +63,16 @@ TEMPLATES = {
         "{% for k, v in c.function.arguments.items() %}"
         "<parameter={{ k }}>\\n{{ v }}\\n</parameter>\\n{% endfor %}</function>\\n</tool_call>",
     ),
+    "lfm2": _template(
+        "List of tools: <|tool_list_start|>[" + _LIST + "]<|tool_list_end|>",
+        "<|tool_call_start|>[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+        "{{ k }}={{ v | tojson }}{% endfor %})]<|tool_call_end|>",
+    ),
 }  # fmt: skip
 # Marks that are special tokens in the published tokenizers.
 MARKS = {
     "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>",), "granite": ("<|tool_call|>",),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
 }  # fmt: skip
 

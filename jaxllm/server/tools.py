@@ -5,8 +5,10 @@ writes text and calls, which are read in every form of published models, whateve
 shows. A grammar restrains it only where the request has a schema to keep.
 """
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,14 +19,16 @@ Found = tuple[list[Call], int]  # calls, and where their text ends
 
 # What calls and thoughts begin and end with: ordinary tokens, special ones, or letters.
 MARKS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]",
-         "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<|start|>", "<|channel|>",
-         "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")  # fmt: skip
-_BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+         "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>",
+         "<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+         "<|end|>", "<|call|>", "<|return|>")  # fmt: skip
+_BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=",
+           "<|tool_call_start|>")  # fmt: skip
 _BEGIN = re.compile("|".join(map(re.escape, _BEGINS)))
 _BEGIN_OR_THOUGHT = re.compile(f"{_BEGIN.pattern}|</?think>")
 _THOUGHT = re.compile(r"\s*<think>")
 _SPACE = re.compile(r"\s*")
-_END = re.compile(r"\s*(?:</tool_call>|<\|/tool_call\|>)")
+_END = re.compile(r"\s*(?:</tool_call>|<\|/tool_call\|>|<\|tool_call_end\|>)")
 _BETWEEN = re.compile(r"\s*[;,]?\s*(?=\{)")  # two objects
 _MAY_CALL = re.compile(r"\s*(?:$|[\[{]|<(?:f|$)|[\w.-]+\s*(?:$|[\[{.(]))")
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -39,6 +43,11 @@ _PARAMETER_END = re.compile(
     r"\n?</parameter>\s*|\n(?=<parameter=[^>\n]+>\n|</function>\s*(?:</tool_call>|<function=|\Z))"
     r"|\Z"
 )
+# Python's strings, in which an end of calls is none, and names before "=" or "(".
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+_PYTHON = re.compile(rf"(?:{_QUOTED}|(?!<\|tool_call_(?:start|end)\|>)[^\"'])*+", re.DOTALL)
+_PYTHON_PART = re.compile(rf"({_QUOTED})|([\w.-]++)(\s*[=(])?|\s+", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 _INTERPRETERS = ("python", "ipython", "code_interpreter")
 _JSON = json.JSONDecoder(strict=False)  # models write line ends within strings
 
@@ -63,10 +72,11 @@ FORMS = {
     "mistral_args": CallForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", "", key=""),
     "llama": CallForm("", "", "; ", "", "parameters"),
 }
-# What a chat template contains -> how its model writes calls. "harmony" (`server.harmony`) and
-# "parameters": no form of `FORMS`.
+# What a chat template contains -> how its model writes calls. "harmony" (`server.harmony`),
+# "parameters" (Qwen3-Coder, Qwen3.5) and "python" (LFM2): no form of `FORMS`.
 _SIGNS = {"<|channel|>": "harmony", "[ARGS]": "mistral_args", "[TOOL_CALLS]": "mistral",
-          "<|tool_call|>": "granite", "<|tool|>": "granite", "<parameter=": "parameters",
+          "<|tool_call|>": "granite", "<|tool|>": "granite", "<|tool_call_start|>": "python",
+          "<|tool_list_start|>": "python", "<parameter=": "parameters", "<function=": "parameters",
           "<tool_call>": "hermes", "<|python_tag|>": "llama", "ipython": "llama"}  # fmt: skip
 # A forced call has the spaces that templates show, and no others: small models fill their last
 # tokens with spaces where these are allowed. Clients do not see them.
@@ -280,6 +290,10 @@ class ToolText:
         try:
             if text.startswith("<function=", at):
                 calls, end = self._read_functions(at)
+            elif mark == "<|tool_call_start|>" and not text.startswith(("{", "[{"), at):
+                body = _PYTHON.match(text, at)
+                assert body is not None  # it matches nothing, too
+                calls, end = _read_python_calls(body[0]), body.end()
             elif text.startswith(("{", "["), at):
                 calls, end = _read_objects(text, at)
                 if not mark and not all(call["name"] in self._tools for call in calls):
@@ -288,7 +302,7 @@ class ToolText:
                 arguments, end = _JSON.raw_decode(text, named.end())
                 calls = [_as_call({"name": named[1], "arguments": arguments})]
             elif mark == "<|python_tag|>":
-                calls, end = self._read_python(at)
+                calls, end = self._read_built_in(at)
             else:
                 return None
         except (ValueError, RecursionError):
@@ -314,7 +328,7 @@ class ToolText:
             calls.append(_as_call({"name": function[1], "arguments": arguments}))
         return calls, at
 
-    def _read_python(self, at: int) -> Found:
+    def _read_built_in(self, at: int) -> Found:
         """Read `NAME.call(KEY=VALUE, ...); ...`, or code for a tool that is an interpreter."""
         text, code, calls = self._text, self._text[at:], list[Call]()
         if not _BUILT_IN.match(text, at):
@@ -350,6 +364,58 @@ def _read_objects(text: str, at: int) -> Found:
     return calls, at
 
 
+def _read_python_calls(text: str) -> list[Call]:
+    """Read `[NAME(KEY=VALUE, ...), ...]`, whose values are literals. Raises ValueError else."""
+    names = list[str]()  # of functions and arguments, which may be Python's keywords
+
+    def replace(part: re.Match[str]) -> str:
+        quoted, word, sign = part.groups()
+        if sign:
+            names.append(word)
+            return f"n{len(names) - 1}{sign.strip()}"
+        return quoted.replace("\n", "\\n") if quoted else word or " "
+
+    tree, calls = _parse_python(_PYTHON_PART.sub(replace, text)), []
+    for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+        match call:
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+                values = [(key.arg or "", _read_literal(key.value)) for key in keywords]
+            case _:
+                raise ValueError("not a call with named arguments")
+        arguments = {names[int(key[1:])]: value for key, value in values}
+        calls.append(_as_call({"name": names[int(name[1:])], "arguments": arguments}))
+    if not calls:
+        raise ValueError("an empty list")
+    return calls
+
+
+def _parse_python(text: str) -> ast.expr:
+    """Return the tree of an expression. Raises ValueError if it is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of unknown escapes
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("not Python") from error
+
+
+def _read_literal(node: ast.expr) -> Any:
+    """Return the value of a literal that JSON has, too. Raises ValueError for other nodes."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_read_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=items):
+            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+            if all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_read_literal, items), strict=True))
+    raise ValueError("not a literal")
+
+
 def _as_call(item: Any) -> Call:
     """Return a call of a model's object. Raises ValueError for another value."""
     if not isinstance(item, dict) or not isinstance(name := item.get("name"), str):
@@ -365,9 +431,11 @@ def _as_typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     kinds = _find_kinds(schema, root)
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
-    for spelled in (text, text.strip().lower()):  # Python's True and None
-        with suppress(ValueError, RecursionError):
-            return json.loads(spelled)
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    with suppress(ValueError, RecursionError):
+        value = _read_literal(_parse_python(text))
+        return value if value is None or isinstance(value, bool | list | dict) else text
     return text
 
 

@@ -25,6 +25,7 @@ SAYS = {
     f" to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
     "</function>\n</tool_call>",
+    "lfm2": '<|tool_call_start|>[weather(city="Bonn")]<|tool_call_end|>',
 }
 
 

@@ -62,6 +62,19 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
       for value in ("</function>1", "see <parameter=x> here", "a\n\nb\n")),
     ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n<parameter=exact>\n"
      "True\n</function>\n</tool_call>", "", [("weather", {"city": "Bonn", "exact": True})]),
+    ("parameters", "Hm, <tool_call>?\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n"
+     "<parameter=city>\n5\n</parameter>\n<parameter=near>\n{'Ulm': True, \"n\": [1]}\n</parameter>"
+     "\n</function>\n</tool_call>", "Hm, <tool_call>?\n</think>\n\nI look.",
+     [("weather", {"city": "5", "near": {"Ulm": True, "n": [1]}})]),
+    ("python", 'I look. <|tool_call_start|>[weather(city="Bonn"), time(city=\'Ulm\', days=2)]'
+     "<|tool_call_end|>Wait.", "I look.\nWait.", BOTH),
+    ("python", '<|tool_call_start|>[get-it(from="<|tool_call_end|>\n\\d", '
+     'in=[-1, {"a": true}], b=None)]<|tool_call_end|>', "",
+     [("get-it", {"from": "<|tool_call_end|>\n\\d", "in": [-1, {"a": True}], "b": None})]),
+    *(("python", f"<|tool_call_start|>{text}<|tool_call_end|>",
+       f"<|tool_call_start|>{text}<|tool_call_end|>", [])
+      for text in ("[f(x=open('a'))]", "[f('Bonn')]", "[f(x=1]", "[f(**{'x': 1})]", "[]",
+                   "[f(x=y)]")),
     ("llama", '<|python_tag|>weather.call(city="Bonn"); time.call(city="Ulm", days=2)', "", BOTH),
     ("hermes", f"\n\n{HERMES}B", "B", [CALL]),
 ]  # fmt: skip
@@ -116,12 +129,13 @@ def test_single_call_where_parallel_is_off() -> None:
 
 
 def test_styles_are_found_by_their_signs() -> None:
-    """What published templates contain: Llama 3.1, Hermes, Qwen3-Coder, Mistral, Granite."""
+    """What published templates contain: Llama 3.1, Hermes, Qwen3-Coder, Mistral, Granite, LFM2."""
     for sign, style in (
         ("<|start|>assistant<|channel|>", "harmony"),
         ("Environment: ipython", "llama"), ("<tool_call>\n{\"name\"", "hermes"),
         ("<tool_call>\n<function=f>\n<parameter=a>", "parameters"), ("[TOOL_CALLS] [", "mistral"),
         ("[TOOL_CALLS]f[ARGS]", "mistral_args"), ("<|tool_call|>", "granite"), ("plain", ""),
+        ("List of tools: <|tool_list_start|>[", "python"), ("<|tool_call_start|>[", "python"),
     ):  # fmt: skip
         assert find_style(sign) == style
 
