@@ -219,6 +219,52 @@ DEEPSEEK_V3 = """\
 {{ '<\uff5cAssistant\uff5c>' + message['content'].split('</think>')[-1] }}\
 {{ '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{%- endif %}{%- endfor %}\
 {% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c>' }}{% endif %}"""
+# Qwen3.5: the prompt opens a thought, and calls are XML.
+QWEN_3_5 = """\
+{%- macro show(value) %}{{- value | tojson | safe if value is mapping or (value is sequence and
+    value is not string) else value | string }}{%- endmacro %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + (m.content | trim if m.content is string else '') }}
+    {%- for call in m.tool_calls or [] %}
+        {%- set call = call.function if call.function is defined else call %}
+        {{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+        {%- for name, value in call.arguments | items %}
+            {{- '<parameter=' + name + '>\\n' + show(value) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+# LFM2.5: calls are Python's.
+LFM2 = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+    {{- "<|im_start|>" + m["role"] + "\\n" -}}
+    {%- if m.tool_calls is defined and m.tool_calls -%}
+        {%- set ns = namespace(calls=[]) -%}
+        {%- for call in m.tool_calls -%}
+            {%- set given = namespace(arguments=[]) -%}
+            {%- for name, value in call.function.arguments.items() -%}
+                {%- set shown = '"' + value + '"' if value is string else value | string -%}
+                {%- set given.arguments = given.arguments + [name + "=" + shown] -%}
+            {%- endfor -%}
+            {%- set shown = call.function.name + "(" + given.arguments | join(", ") + ")" -%}
+            {%- set ns.calls = ns.calls + [shown] -%}
+        {%- endfor -%}
+        {{- "<|tool_call_start|>[" + ns.calls | join(", ") + "]<|tool_call_end|>" -}}
+    {%- endif -%}
+    {%- set content = m["content"] if m["content"] is string else m["content"] | tojson -%}
+    {{- content.split("</think>")[-1] | trim + "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
 TEMPLATES = {
     "chatml": CHATML,
     "mixtral": MIXTRAL,
@@ -232,6 +278,8 @@ TEMPLATES = {
     "gpt-oss": HARMONY,
     "deepseek 2": DEEPSEEK_V2,
     "deepseek 3": DEEPSEEK_V3,
+    "qwen 3.5": QWEN_3_5,
+    "lfm2": LFM2,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -256,6 +304,23 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "two users": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
     "a tool": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}],
+    "calls": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"a": "<b>", "n": [1, True]}},
+                },
+                {
+                    "type": "function",
+                    "function": {"name": "g", "arguments": {"c": None, "d": {"e": "ä"}}},
+                },
+            ],
+        },
+    ],
     "parts": [
         {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
         {"role": "user", "content": [{"type": "text", "text": " Hi "}, {"type": "image"}]},
