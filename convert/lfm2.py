@@ -29,6 +29,15 @@ UNUSED = frozenset({
 })  # fmt: skip
 # Fields that only give the width of the MLP.
 WIDTH = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
+# Common fields that the families lack, and their own.
+ABSENT = ("rms_norm_eps", "hidden_act", "head_dim")
+CONV_FIELDS = (
+    Field("conv_L_cache", "conv_L_cache", 3),
+    Field("conv_bias", "conv_bias", False),
+    Field("norm_eps", "norm_eps", 1e-5),
+    Field("max_position_embeddings", "max_position_embeddings", 128000),
+    Field("tie_word_embeddings", "tie_word_embeddings", True),
+)
 
 
 def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
@@ -56,15 +65,11 @@ TABLES = (
         Lfm2Config,
         LAYER_TYPES,
         Field("full_attn_idxs", "full_attn_idxs", None, tuple[int, ...]),
-        Field("conv_L_cache", "conv_L_cache", 3),
-        Field("conv_bias", "conv_bias", False),
-        Field("norm_eps", "norm_eps", 1e-5),
-        Field("max_position_embeddings", "max_position_embeddings", 128000),
-        Field("tie_word_embeddings", "tie_word_embeddings", True),
+        *CONV_FIELDS,
         Field("block_auto_adjust_ff_dim", "block_auto_adjust_ff_dim", True, bool),
         Field("block_ffn_dim_multiplier", "block_ffn_dim_multiplier", 1.0, Positive),
         Field("block_multiple_of", "block_multiple_of", 256, HiddenSize),
-        omit=("rms_norm_eps", "hidden_act", "head_dim"),
+        omit=ABSENT,
         aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
         ignored_fields=UNUSED,
         layouts=(RenamedLayout(NAMES),),

@@ -7,10 +7,12 @@ from jaxllm.convert.decoders import (
     ATTENTION_BIAS,
     LAYER_TYPES,
     PARTIAL_ROTARY_FACTOR,
+    DecoderArchitecture,
     make_table,
     set_rotary_share,
     write_rotary_share,
 )
+from jaxllm.convert.fused_layouts import Layout
 from jaxllm.convert.tables import Field, Interval
 from jaxllm.convert.text_tower import drop_mrope
 from jaxllm.convert.value_heads import GroupedValueHeads
@@ -46,23 +48,36 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
         )
 
 
-TABLES = (
-    make_table(
-        "Qwen3_5",
-        Qwen3_5Config,
+def make_qwen3_5_table(
+    architecture: str,
+    config: type[Qwen3_5Config],
+    *fields: Field,
+    ignored_fields: frozenset[str] = frozenset(),
+    layouts: tuple[Layout, ...] = (),
+    classifier: str | None,
+) -> DecoderArchitecture:
+    """Return the table of a Qwen3.5 family; arguments: `make_table`."""
+    return make_table(
+        architecture,
+        config,
         *LINEAR,
         ATTENTION_BIAS,
         LAYER_TYPES,
         Field("full_attention_interval", "full_attention_interval", 4, Interval),
         Field("head_dim", "head_dim", 256),
         Field("max_position_embeddings", "max_position_embeddings", 32768),
+        *fields,
         allowed_values=ALLOWED,
-        ignored_fields=UNUSED | {PARTIAL_ROTARY_FACTOR},
-        layouts=(GroupedValueHeads(),),
+        ignored_fields=UNUSED | {PARTIAL_ROTARY_FACTOR} | ignored_fields,
+        layouts=(GroupedValueHeads(), *layouts),
         prepare=lambda data: set_rotary_share(drop_mrope(data), 0.25),
         derive=_resolve_layers,
         finish=write_rotary_share,
-        classifier="Qwen3_5TextForSequenceClassification",
-        architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
-    ),
+        classifier=classifier,
+        architectures=(f"{architecture}ForCausalLM", f"{architecture}TextModel"),
+    )
+
+
+TABLES = (
+    make_qwen3_5_table("Qwen3_5", Qwen3_5Config, classifier="Qwen3_5TextForSequenceClassification"),
 )

@@ -40,6 +40,8 @@ HEADLESS = (
     "cohere2",
     "glm4_moe",
     "lfm2",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
     "glm4_moe_lite",
 )
 FAMILIES = [name for name in KINDS if name not in HEADLESS]

@@ -222,6 +222,38 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attn_idxs": [1],
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **{k: v for k, v in SQUARE.items() if k != "rms_norm_eps"},
+            "norm_eps": 1e-3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5Moe",
+        {
+            **{k: v for k, v in LLAMA.items() if k != "intermediate_size"},
+            "num_hidden_layers": 2,
+            "head_dim": 24,
+            # In the other order, rounding grows beyond the tests' bounds, in transformers too.
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "glm4": ("Glm4", {**LLAMA, "head_dim": 12, "pad_token_id": 0}),  # 6 rotated dimensions
     "seed_oss": ("SeedOss", {**LLAMA, "pad_token_id": 0}),
     "ernie4_5": ("Ernie4_5", LLAMA),
@@ -310,7 +342,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # families with recurrent layers
+# Families with recurrent layers.
+RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2_moe", "qwen3_5_moe_text")
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with latent attention
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
@@ -355,7 +388,7 @@ def theirs(family: str, **changes: Any) -> Any:
     kind, base = KINDS[family]
     text = "Text" if family.endswith("_text") else ""
     fields = {**base, **changes}
-    if family == "granitemoehybrid":  # a type for each layer
+    if "layer_types" in base:  # a type for each layer
         fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
     return getattr(transformers, f"{kind}{text}Config")(**fields)
 

@@ -56,6 +56,8 @@ _NAMES = (
     "cohere2",
     "granitemoehybrid",
     "glm4_moe",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",

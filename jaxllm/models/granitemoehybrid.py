@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Rope
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.granite import GraniteMultipliers
 from jaxllm.models.mamba2 import Mamba2Config, Mamba2Decoder
 from jaxllm.models.recurrent import recurrent_family
@@ -22,5 +23,6 @@ class GraniteMoeHybridConfig(GraniteMultipliers, Mamba2Config):
 
 
 FAMILY = recurrent_family(
-    GraniteMoeHybridConfig, Mamba2Decoder, ("mamba.in_proj",), embeddings="embeddings"
+    decoder_family(GraniteMoeHybridConfig, Mamba2Decoder, embeddings="embeddings"),
+    ("mamba.in_proj",),
 )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.recurrent import ShortConvConfig, ShortConvDecoder, recurrent_family
 
 
@@ -14,4 +15,4 @@ class Lfm2Config(ShortConvConfig):
     qk_norm: ClassVar[str | None] = "each head"
 
 
-FAMILY = recurrent_family(Lfm2Config, ShortConvDecoder, ("conv.in_proj",))
+FAMILY = recurrent_family(decoder_family(Lfm2Config, ShortConvDecoder), ("conv.in_proj",))

@@ -27,6 +27,7 @@ from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.precision import Precision
 
+SHARED_GATE = "mlp.shared_expert_gate"
 ExpertCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 
 
@@ -106,6 +107,11 @@ class MoEConfig(DecoderConfig):
     def shared_expert_size(self) -> int:
         """Hidden channels of the expert that every token uses; 0: there is none."""
         return 0
+
+    @property
+    def gates_shared_expert(self) -> bool:
+        """Whether a learned sigmoid of the input multiplies the shared expert's output."""
+        return False
 
     @property
     def routing(self) -> Routing:
@@ -319,7 +325,11 @@ class MoE(nn.Module):
         # After a reduce-scatter, a device has only its own tokens.
         y = y_TD.astype(x.dtype).reshape(B, -1, D)
         if c.shared_expert_size:
-            y = y + MLP(c, p, c.shared_expert_size, name="shared_experts")(x, site)
+            shared = MLP(c, p, c.shared_expert_size, name="shared_experts")(x, site)
+            if c.gates_shared_expert:
+                gate = Linear(1, False, p, name="shared_expert_gate")(x)
+                shared = jax.nn.sigmoid(gate) * shared
+            y = y + shared
         return site("mlp.output", y)
 
 
@@ -357,7 +367,7 @@ def moe_family(config: type[MoEConfig], module: type[Decoder] = MoEDecoder) -> F
         linear_groups=(
             *row.linear_groups,
             # The norm before it is read by the router, too.
-            LinearGroup("mlp_norm", (gate, up), "mlp.output", None),
+            LinearGroup("mlp_norm", (gate, up, SHARED_GATE), "mlp.output", None),
             LinearGroup("mlp.post", (down,), "mlp.output", up),
         ),
         channel_linears=(),

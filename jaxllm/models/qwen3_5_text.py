@@ -6,6 +6,7 @@ Attention's output is gated; a quarter of each head is rotated.
 import dataclasses
 from typing import ClassVar
 
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.recurrent import DeltaNetConfig, RecurrentDecoder, recurrent_family
 
 
@@ -27,8 +28,6 @@ class Qwen3_5Config(DeltaNetConfig):
         return True
 
 
-FAMILY = recurrent_family(
-    Qwen3_5Config,
-    RecurrentDecoder,
-    tuple(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a")),
-)
+LINEAR_INPUTS = tuple(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))
+
+FAMILY = recurrent_family(decoder_family(Qwen3_5Config, RecurrentDecoder), LINEAR_INPUTS)

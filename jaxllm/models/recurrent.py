@@ -15,7 +15,7 @@ from jaxllm import ops
 from jaxllm.config.model import HeadCount, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
+from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext, AttentionOutput
 from jaxllm.models.modules import Linear, get_param, project
@@ -295,13 +295,10 @@ class ShortConvDecoder(Decoder):
     block = ShortConvBlock
 
 
-def recurrent_family(
-    config: type[RecurrentConfig],
-    module: type[Decoder],
-    inputs: tuple[str, ...],
-    embeddings: str = "embed_tokens",
-) -> Family:
-    """Return the row of a family. inputs: the linears that read a recurrent layer's input."""
-    row = decoder_family(config, module, embeddings=embeddings)
+def recurrent_family(row: Family, inputs: tuple[str, ...]) -> Family:
+    """Return the row of a family, from that of the same one without recurrent layers.
+
+    inputs: the linears that read a recurrent layer's input.
+    """
     group = LinearGroup("attn_norm", inputs, "attn.output", row.attention_norm)
     return dataclasses.replace(row, linear_groups=(group, *row.linear_groups))

@@ -44,9 +44,9 @@ def site_names(config: ModelConfig) -> tuple[str, ...]:
 def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     """Return the sites of a layer, without its number."""
     moe: Any = config
-    is_mixture = _is_mixture(config, layer)
-    absent = set() if is_mixture else {"router"}
-    if is_mixture and not moe.shared_expert_size:
+    mixes = is_mixture(config, layer)
+    absent = set() if mixes else {"router"}
+    if mixes and not moe.shared_expert_size:
         absent = {"mlp.pre", "mlp.post"}
     if not config.value_heads(layer):
         absent |= {"attn.v"}
@@ -55,7 +55,7 @@ def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     return [site for site in LAYER_SITES if site not in absent]
 
 
-def _is_mixture(config: Any, layer: int) -> bool:
+def is_mixture(config: Any, layer: int) -> bool:
     """Return whether a layer is a mixture of experts."""
     return get_family(config.model_type).router is not None and config.is_moe_layer(layer)
 
@@ -174,13 +174,13 @@ def _place_rows(rows: int, at: np.ndarray, *leaves: Any) -> jax.Array:
 def _site_shape(config: ModelConfig, name: str, **sizes: int) -> tuple[int, ...]:
     """Return the shape of the array at a site. sizes: of B, T and S."""
     (layer, site), moe = split_name(name), cast(Any, config)
-    is_mixture = layer is not None and _is_mixture(config, layer)
+    mixes = layer is not None and is_mixture(config, layer)
     sizes |= {
         "D": config.hidden_size,
         "N": config.num_attention_heads,
         "K": config.num_key_value_heads,
         "H": config.value_dim if site == "attn.z" else config.head_dim,
-        "F": moe.shared_expert_size if is_mixture else config.intermediate_size,
+        "F": moe.shared_expert_size if mixes else config.intermediate_size,
         "V": config.vocab_size,
         "E": getattr(config, "num_experts", 1),
     }

@@ -23,7 +23,11 @@ from jaxllm.models.inputs import next_positions
 from jaxllm.ops.recurrent import CHUNK
 from tests.tiny_models import VOCAB, assert_close, random_model, tokens
 
-FAMILIES = ["qwen3_5_text", pytest.param("granitemoehybrid", marks=pytest.mark.more), "lfm2"]
+FAMILIES = [
+    "qwen3_5_text",
+    "lfm2",
+    *(pytest.param(f, marks=pytest.mark.more) for f in ("granitemoehybrid", "lfm2_moe")),
+]
 LENGTH = 2 * CHUNK + 9
 
 

@@ -120,6 +120,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "conv_L_cache": 5, "conv_bias": True, "num_key_value_heads": 4,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "lfm2_moe": {
+        "conv_L_cache": 5, "conv_bias": True, "num_key_value_heads": 4, "num_dense_layers": 1,
+        "norm_topk_prob": False, "use_expert_bias": False,
+    },
+    "qwen3_5_moe_text": {
+        "attention_bias": True, "num_key_value_heads": 4, "linear_conv_kernel_dim": 3,
+    },
     "deepseek_v2": {"n_group": 2, "n_shared_experts": 3, "first_k_dense_replace": 2},
     "deepseek_v3": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None},
     "glm4_moe_lite": {
@@ -133,6 +140,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0},
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv"] * 32},
 }
 # jaxllm's own fields, and those of other classes (tests/test_heads.py)
 NATIVE_FIELDS = {"attention", "capacity_factor", "score", "value_heads_tiled"}
@@ -140,6 +148,7 @@ FIXED_FIELDS = {
     **{family: {"num_key_value_heads"} for family in LATENTS},
     "deepseek_v2": {"norm_topk_prob", "num_key_value_heads"},
     "lfm2": {"hidden_act"},
+    "lfm2_moe": {"hidden_act"},
     "llama": {"sliding_window"},
     "mistral": {"attention_bias", "mlp_bias"},
 }

@@ -148,6 +148,8 @@ def test_config_defaults_equal_transformers(twin: Twin) -> None:
         least["num_key_value_heads"] = least["num_attention_heads"]
     if kind == "granitemoehybrid":  # by default it has experts, and more Mamba heads
         least |= {n: full[n] for n in ("num_local_experts", "mamba_n_heads")}
+    if kind == "lfm2_moe":  # its class derives no types of layers
+        least["layer_types"] = full["layer_types"]
     if kind == "deepseek_v2":  # its class has no default that works
         least["num_experts_per_tok"] = full["num_experts_per_tok"]
     whole = type(theirs(kind))(**least).to_dict()

@@ -28,6 +28,7 @@ from jaxllm.evaluate.parity.activations import (
     head_names,
 )
 from jaxllm.models import FAMILIES, get_family
+from jaxllm.models.site_inputs import is_mixture
 from jaxllm.runtime.validation import check_dtype
 
 TAPS = "jaxllm_taps"
@@ -142,14 +143,12 @@ class TransformersBackend:
 
     @property
     def _activation_names(self) -> list[str]:
-        row, modules = get_family(self._family), dict(self._body.named_modules())
+        config: Any = self._read_config[0]
         return activation_names(
             self._family,
             self.model.config.num_hidden_layers,
-            lambda layer: (
-                row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
-            ),
-            partial(head_names, self._read_config[0]),
+            partial(is_mixture, config),
+            partial(head_names, config),
         )
 
     @property
