@@ -12,7 +12,6 @@ from jaxllm.convert.decoders import (
     set_rotary_share,
     write_rotary_share,
 )
-from jaxllm.convert.fused_layouts import Layout
 from jaxllm.convert.tables import Field, Interval
 from jaxllm.convert.text_tower import drop_mrope
 from jaxllm.convert.value_heads import GroupedValueHeads
@@ -53,7 +52,7 @@ def make_qwen3_5_table(
     config: type[Qwen3_5Config],
     *fields: Field,
     ignored_fields: frozenset[str] = frozenset(),
-    layouts: tuple[Layout, ...] = (),
+    layouts: tuple[Any, ...] = (),
     classifier: str | None,
 ) -> DecoderArchitecture:
     """Return the table of a Qwen3.5 family; arguments: `make_table`."""

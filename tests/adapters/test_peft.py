@@ -186,7 +186,8 @@ def test_adapters_of_each_family_equal_peft(family: str, tmp_path: Path) -> None
     """Of all linears, and of those of attention in families whose experts PEFT would adapt, too."""
     save_random(tmp_path, family)
     twin = load_twin(tmp_path)
-    linears = ["q_proj", "o_proj"] if isinstance(twin.config, MoEConfig) else "all-linear"
+    output = "out_proj" if family == "lfm2_moe" else "o_proj"
+    linears = ["q_proj", output] if isinstance(twin.config, MoEConfig) else "all-linear"
     theirs = adapted_by_peft(twin, seed=1, target_modules=linears, r=2)
     adapter = read_adapter(saved(theirs, tmp_path / "theirs"), twin.config, twin.params)
     chosen = with_one(twin.config, twin.params, adapter)

@@ -43,7 +43,9 @@ FOLDABLE = {
     "cohere2": {"mlp.post"},  # attention and MLP read one norm
     "mixtral": {"attn_norm"},  # the MLP's norm is read by the router, too
     "gpt_oss": {"attn_norm"},
+    "qwen3_5_moe_text": {"attn_norm", "mlp.post"},
 }
+EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe")
 # They have no norm whose channels can be scaled.
 UNSMOOTHED = ("cohere2", "exaone4", "olmo2", "olmo3")
 INT4 = IntFormat(4, None)
@@ -120,10 +122,10 @@ def test_methods_preserve_function_before_rounding(
     def keep(weight: jax.Array, *_: Any, **__: Any) -> jax.Array:
         return weight
 
-    dense = " on=.*self_attn.*" if family in ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe") else ""
+    dense = " on=.*self_attn.*" if family in EXPERTS else ""
     if family in LATENTS:  # nor are those of the linears of heads
         dense = " on=.*(q_proj|q_a_proj|with_mqa|o_proj).*"
-    if family in RECURRENT:  # the inputs of their output projections are no sites
+    if family in RECURRENT and not dense:  # the inputs of their output projections are no sites
         dense = " on=.*(self_attn|mlp).*"
     monkeypatch.setattr(awq, "round_to_nearest", keep)
     made = compress(lm, [line + dense], calibration=TEXT)
