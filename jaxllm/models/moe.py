@@ -351,8 +351,13 @@ class MoEDecoder(Decoder):
     block = Block
 
 
-def moe_family(config: type[MoEConfig], module: type[Decoder] = MoEDecoder) -> Family:
-    """Return the row of an MoE family; its dense layers have the linears of an MLP."""
+def moe_family(
+    config: type[MoEConfig], module: type[Decoder] = MoEDecoder, gates: tuple[str, ...] = ()
+) -> Family:
+    """Return the row of an MoE family; its dense layers have the linears of an MLP.
+
+    gates: `SHARED_GATE` if the shared expert has a gate.
+    """
     row = decoder.decoder_family(config, module)
     experts, shared = (
         tuple(
@@ -367,7 +372,7 @@ def moe_family(config: type[MoEConfig], module: type[Decoder] = MoEDecoder) -> F
         linear_groups=(
             *row.linear_groups,
             # The norm before it is read by the router, too.
-            LinearGroup("mlp_norm", (gate, up, SHARED_GATE), "mlp.output", None),
+            LinearGroup("mlp_norm", (gate, up, *gates), "mlp.output", None),
             LinearGroup("mlp.post", (down,), "mlp.output", up),
         ),
         channel_linears=(),

@@ -40,6 +40,8 @@ class Qwen3_5MoeDecoder(Decoder):
 
 
 FAMILY = dataclasses.replace(
-    recurrent_family(moe.moe_family(Qwen3_5MoeConfig, Qwen3_5MoeDecoder), LINEAR_INPUTS),
+    recurrent_family(
+        moe.moe_family(Qwen3_5MoeConfig, Qwen3_5MoeDecoder, (moe.SHARED_GATE,)), LINEAR_INPUTS
+    ),
     width_fields=("intermediate_size", "shared_expert_intermediate_size"),
 )

@@ -97,12 +97,13 @@ def test_sites_equal_transformers_hooks(name: str, tmp_path: Any) -> None:
         logits = twin.logits(ids)
     ours = jaxllm.forward(twin.model, twin.params, None, ids, read=("*",)).sites
     heads = ("attn.rot_q", "attn.rot_k", "attn.v")
-    if not twin.config.value_heads(1):  # latent attention's queries attend to latents
+    layer = int(twin.config.kv_heads(1) > 0)  # one with attention
+    if not twin.config.value_heads(layer):  # latent attention's queries attend to latents
         theirs = {site: x for site, x in theirs.items() if not site.endswith(heads)}
         heads = ()
     assert set(theirs) < set(ours)
-    assert {site for site in theirs if site.startswith("blocks.1")} >= {
-        f"blocks.1.{site}"
+    assert {site for site in theirs if site.startswith(f"blocks.{layer}")} >= {
+        f"blocks.{layer}.{site}"
         for site in ("resid_pre", "resid_post", *heads, "attn.z", "attn.pattern", "attn.output",
                      "mlp.output")
     }  # fmt: skip
