@@ -21,13 +21,13 @@ _NARROW = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")  # one for each head
 
 
 def tile_value_heads(tensors: Tensors, config: Any) -> Tensors:
-    """Return tensors whose value heads are grouped with the heads tiled."""
+    """Reorder value heads from grouped to tiled."""
     return _order_heads(tensors, config, lambda order: order)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedValueHeads:
-    """Files whose value heads are grouped, also those written from a model that has them tiled."""
+    """The grouped order in files; a model with tiled heads is written in it, too."""
 
     def matches(self, path: str) -> bool:
         return False
@@ -42,7 +42,7 @@ class GroupedValueHeads:
         if any(f"{stem}{name}.weight" not in tensors for stem in stems for name in _WIDE):
             raise ConfigError(
                 "tiled value heads (value_heads_tiled) of integer weights cannot be written in the"
-                " Hugging Face format, whose heads are grouped. Write floats"
+                " Hugging Face format, which groups them. Write floats"
             )
         return _order_heads(tensors, config, np.argsort)
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
-from jaxllm.config.model import HeadCount, HiddenSize, Positive, Rope
+from jaxllm.config.model import HeadCount, HiddenSize, Rope
 from jaxllm.models import decoder, moe
 from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext, AttentionOutput, attend
 from jaxllm.models.modules import Linear, RMSNorm, get_param, project
-from jaxllm.models.moe import ExpertCount, Routing, SparseLayersConfig
+from jaxllm.models.moe import GroupedExpertsConfig
 from jaxllm.models.sites import SiteRecorder
 from jaxllm.ops.products import einsum
 from jaxllm.ops.target import is_accelerator
@@ -168,35 +168,8 @@ class LatentDecoder(Decoder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentMoEConfig(LatentConfig, SparseLayersConfig):
-    """A decoder with latent attention and, after some dense layers, experts.
-
-    Attributes:
-        n_group, topk_group, routed_scaling_factor: `Routing.groups`, `top_groups` and `scale`.
-        n_shared_experts: The shared expert's size in that of the others.
-    """
-
-    n_group: ExpertCount
-    topk_group: ExpertCount
-    n_shared_experts: ExpertCount
-    routed_scaling_factor: Positive
-
-    @property
-    def shared_expert_size(self) -> int:
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    @property
-    def routing(self) -> Routing:
-        return Routing(
-            count=self.num_experts_per_tok,
-            uses_sigmoid=True,
-            has_bias=True,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            normalized=self.norm_topk_prob,
-            eps=1e-20,
-            scale=self.routed_scaling_factor,
-        )
+class LatentMoEConfig(LatentConfig, GroupedExpertsConfig):
+    """A decoder with latent attention and, after some dense layers, experts."""
 
 
 class MoEBlock(Block, moe.Block):

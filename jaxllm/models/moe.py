@@ -167,6 +167,38 @@ class SparseLayersConfig(MoEConfig):
         return (self.is_moe_layer(layer), *super().layer_signature(layer)[1:])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedExpertsConfig(SparseLayersConfig):
+    """A sigmoid router with a bias selects from groups; one expert is shared (DeepSeek-V3).
+
+    Attributes:
+        n_group, topk_group, routed_scaling_factor: `Routing.groups`, `top_groups` and `scale`.
+        n_shared_experts: The shared expert's size in that of the others.
+    """
+
+    n_group: ExpertCount
+    topk_group: ExpertCount
+    n_shared_experts: ExpertCount
+    routed_scaling_factor: Positive
+
+    @property
+    def shared_expert_size(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            count=self.num_experts_per_tok,
+            uses_sigmoid=True,
+            has_bias=True,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            normalized=self.norm_topk_prob,
+            eps=1e-20,
+            scale=self.routed_scaling_factor,
+        )
+
+
 def max_read_fraction(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
     """Return an upper bound on the fraction of a parameter with `ndim` axes that a step reads.
 

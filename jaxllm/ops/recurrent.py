@@ -320,7 +320,7 @@ def _invert_unit_lower(lower_XTT: jax.Array) -> jax.Array:
     """Return the inverse of 1 + A, for A zero on and above the diagonal, `[..., T, T]`.
 
     Blocks of 4 are (1 - A)(1 + A^2), since A^4 = 0; two inverted blocks give one of twice the size.
-    LAPACK's solver would start threads of its own beside XLA's.
+    LAPACK's solver is slow here: its threads compete with XLA's.
     """
     *batch, T, _ = lower_XTT.shape
     size, full = 4, 4 << max(0, (T - 1).bit_length() - 2)

@@ -1,7 +1,7 @@
 """Trees of tokens in recurrent layers: a node is a row, and sees its ancestors' rows.
 
-No node has a state of its own: the sum at the boundary is everybody's, and what a node adds under
-its key follows from the state, its ancestors' rows and its own key (`ops.recurrent`). Axes: M new
+All nodes share the sum at the boundary. What a node adds under its key follows from that sum, its
+ancestors' rows and its own key (`ops.recurrent`). Axes: M new
 nodes, P nodes of a path, J nodes that have run before and then the new ones.
 """
 

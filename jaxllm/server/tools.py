@@ -365,7 +365,7 @@ def _read_objects(text: str, at: int) -> Found:
 
 
 def _read_python_calls(text: str) -> list[Call]:
-    """Read `[NAME(KEY=VALUE, ...), ...]`, whose values are literals. Raises ValueError else."""
+    """Read `[NAME(KEY=VALUE, ...), ...]`. Raises ValueError if a value is not a literal."""
     names = list[str]()  # of functions and arguments, which may be Python's keywords
 
     def replace(part: re.Match[str]) -> str:

@@ -183,7 +183,7 @@ EACH_FAMILY = [
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_adapters_of_each_family_equal_peft(family: str, tmp_path: Path) -> None:
-    """Of all linears, and of those of attention in families whose experts PEFT would adapt, too."""
+    """On all linears; with experts, which PEFT would adapt too, on those of attention."""
     save_random(tmp_path, family)
     twin = load_twin(tmp_path)
     output = "out_proj" if family == "lfm2_moe" else "o_proj"
