@@ -109,6 +109,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA),
     "gemma2": ("Gemma2", GEMMA),
     "gemma3_text": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3}),
+    "gemma4_text": (
+        "Gemma4",
+        {
+            **LLAMA,
+            "global_head_dim": 12,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 10,
+            "sliding_window": 5,
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -415,7 +431,7 @@ def random_torch_model(
             norm = ("norm" in path or ".ln_" in path) and not gemma
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
         for path, buffer in model.named_buffers():
-            if path.endswith("bias"):  # of the experts' selection
+            if path.endswith(("bias", "layer_scalar")):  # of the experts' selection
                 buffer.copy_(torch.randn_like(buffer) * spread)
     return model.eval()
 

@@ -38,7 +38,7 @@ class Segment(struct.PyTreeNode):
 
     Attributes:
         k: Keys, one `[B or 1, S, K, H]` per layer, an array or `Int8Entries`; K is 0 in a layer
-            without attention.
+            without attention, or that reads an earlier layer's (`ModelConfig.kv_source`).
         v: Values, likewise; K is also 0 where they are computed from the keys.
         position_BS: int32, absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token
             at p was culled. The keys and values of such slots are never attended to.
@@ -277,8 +277,8 @@ def init_cache(
 ) -> KVCache:
     """Return an empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    It holds `2 * layers * batch * capacity * kv heads * head_dim` numbers; with latent attention,
-    the keys' half of them.
+    It holds `2 * batch * capacity * kv heads * head_dim` numbers for each layer; with latent
+    attention, the keys' half of them.
 
     Args:
         model: The model, or its configuration alone.
@@ -306,15 +306,16 @@ def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: Model | None
 ) -> KVCache:
     """Build an empty cache; `sharded`: the model, if it is sharded."""
-    layers = range(config.num_hidden_layers)
-    keys = [config.kv_heads(i) for i in layers]
-    values = [config.value_heads(i) for i in layers]
+    layers, width = range(config.num_hidden_layers), config.layer_head_dim
+    keys = [(config.kv_heads(i), width(i)) for i in layers]
+    values = [(config.value_heads(i), width(i)) for i in layers]
     stage_layers = () if sharded is None else sharded.stage_layers
     if stage_layers:
-        keys = values = [keys[0] * len(stage_layers)] * len(stage_layers[0])
+        heads, size = keys[0]
+        keys = values = [(heads * len(stage_layers), size)] * len(stage_layers[0])
 
-    def zeros(heads: int) -> Entries:
-        shape = (batch, capacity, heads, config.head_dim)
+    def zeros(sizes: tuple[int, int]) -> Entries:
+        shape = (batch, capacity, *sizes)
         if dtype == "int8":
             return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, CACHE_DTYPES[dtype])
@@ -377,13 +378,16 @@ def _empty_state(config: ModelConfig, batch: int) -> tuple[Any, ...]:
 def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> int:
     """Return the number of bytes that `init_cache` allocates."""
     dtype = dtype or "float32"
-    each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
+    width, scale = np.dtype(CACHE_DTYPES[dtype]).itemsize, 4 if dtype == "int8" else 0
     marks = 9  # int32 position, int32 token, bool patched
     layers = range(config.num_hidden_layers)
-    heads = sum(config.kv_heads(i) + config.value_heads(i) for i in layers)
-    states = jax.tree.leaves([config.state_shape(i) for i in range(config.num_hidden_layers)])
+    each = sum(
+        (config.kv_heads(i) + config.value_heads(i)) * (width * config.layer_head_dim(i) + scale)
+        for i in layers
+    )
+    states = jax.tree.leaves([config.state_shape(i) for i in layers])
     fixed = sum(x.size * x.dtype.itemsize for x in states)
-    return batch * (capacity * (heads * each + marks) + fixed)
+    return batch * (capacity * (each + marks) + fixed)
 
 
 def _resolve_config(model: Model | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:

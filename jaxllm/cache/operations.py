@@ -295,7 +295,7 @@ def _move_tokens(
             by_BS = jnp.where(most > 0, most, least)  # 0 in rows without the token
         if not _is_concrete(by_BS) or bool((by_BS != 0).any()):
             ropes = movable_ropes(cache, by_BS)
-            k = rerotate_keys(segment.k, by_BS, ropes, cache.config.head_dim)
+            k = rerotate_keys(segment.k, by_BS, ropes)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
     moved = _with_segments(cache, segments, next_position_B=next_B)
@@ -306,25 +306,25 @@ def _move_tokens(
 Ropes = tuple[Rope | None, ...]  # one per layer of an array of keys
 
 
-def rerotate_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes, head_dim: int) -> jax.Array:
+def rerotate_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes) -> jax.Array:
     """Rotate each layer's heads of an array of keys by its own rotary settings; float32."""
     rotated = x_BSKH = x_BSKH.astype(jnp.float32)
     for rope in dict.fromkeys(rope for rope in ropes if rope is not None):
         own_K = np.repeat([rope == one for one in ropes], x_BSKH.shape[2] // len(ropes))
-        turned = rerotate(x_BSKH, by_BS, rope, head_dim=head_dim)
+        turned = rerotate(x_BSKH, by_BS, rope, head_dim=x_BSKH.shape[-1])
         rotated = turned if own_K.all() else jnp.where(own_K[None, None, :, None], turned, rotated)
     return rotated
 
 
-@partial(jax.jit, static_argnums=(2, 3))
+@partial(jax.jit, static_argnums=2)
 def rerotate_keys(
-    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Ropes, ...], head_dim: int
+    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Ropes, ...]
 ) -> tuple[Entries, ...]:
     def rotate_array(k: Entries, ropes: Ropes) -> Entries:
         if not any(ropes):
             return k
         k_float = dequantize(k)
-        new = cast(rerotate_heads(k_float, by_BS, ropes, head_dim), k.dtype)
+        new = cast(rerotate_heads(k_float, by_BS, ropes), k.dtype)
         turns_K = np.repeat([rope is not None for rope in ropes], k_float.shape[2] // len(ropes))
         moved_BSK = (by_BS != 0)[:, :, None] & turns_K[None, None]
 

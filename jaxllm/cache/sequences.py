@@ -270,7 +270,7 @@ def _renumber(
     def rotate_segment(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():
             return segment
-        k = rerotate_keys(segment.k, jax.device_put(by_BS), ropes, state.config.head_dim)
+        k = rerotate_keys(segment.k, jax.device_put(by_BS), ropes)
         return segment.replace(k=k)
 
     state = state.replace(

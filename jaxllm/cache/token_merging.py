@@ -141,7 +141,7 @@ def _pool_groups(
     recent: jax.Array,
     mass_BS: jax.Array | None,
 ) -> KVCache:
-    tail, head_dim, S = cache.tail, cache.config.head_dim, cache.slots
+    tail, S = cache.tail, cache.slots
     group_BS, size_BS = _group_tokens(cache, ratio, sinks, recent)
     weight_BS = _weights(group_BS, size_BS, mass_BS)
     used_B1 = jnp.where(group_BS < S, group_BS + 1, 0).max(axis=1, keepdims=True)
@@ -152,9 +152,9 @@ def _pool_groups(
     def mean(entries: Entries, ropes: Ropes) -> Entries:
         x = dequantize(entries).astype(jnp.float32)
         x = jnp.where((group_BS < S)[:, :, None, None], x, 0.0)  # zero times NaN is NaN
-        x = rerotate_heads(x, -tail.position_BS, ropes, head_dim)
+        x = rerotate_heads(x, -tail.position_BS, ropes)
         x = _sum_by_slot(x * weight_BS[:, :, None, None], group_BS)
-        x = rerotate_heads(x, position_BS, ropes, head_dim)
+        x = rerotate_heads(x, position_BS, ropes)
         new = cast(x, entries.dtype)
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

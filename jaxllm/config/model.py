@@ -52,6 +52,7 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "attention_factor"),
     ),
     "divisors": (("divisors",), ()),
+    "proportional": ((), ("factor",)),
 }
 COMMON_ROPE_FIELDS = ("partial_rotary_factor",)  # allowed for every type
 SELF_EXTEND_FIELDS = (
@@ -65,7 +66,8 @@ class Rope:
     """Rotary position settings, in Hugging Face's `rope_parameters` spelling.
 
     A field that the `rope_type` does not use is None (see `ROPE_FIELDS`). partial_rotary_factor:
-    the rotated fraction of each head, its first dimensions. divisors: one divisor per frequency;
+    the rotated fraction of each head, its first dimensions; of type `proportional`, its fastest
+    pairs (i, i + H/2). divisors: one divisor per frequency;
     `longrope` has two lists, for texts up to `original_max_position_embeddings` and for longer
     ones.
 
@@ -157,6 +159,8 @@ class Rope:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head, two per pair; they come first."""
+        if self.rope_type == "proportional":  # pairs with a frequency of zero count
+            return head_dim
         return int(head_dim * (self.partial_rotary_factor or 1.0))
 
     @property
@@ -382,17 +386,40 @@ class ModelConfig:
         return any(self.state_shape(i) is not None for i in range(self.num_hidden_layers))
 
     def kv_heads(self, layer: int) -> int:
-        """Return the number of key heads of a layer; 0 for one without attention."""
+        """Return the number of key heads of a layer; 0 for one without keys of its own."""
         return self.num_key_value_heads
 
     def value_heads(self, layer: int) -> int:
         """Return the number of value heads; 0 also where values are computed from the keys."""
         return self.kv_heads(layer)
 
+    def value_dim(self, layer: int) -> int:
+        """Return the size of a head's values."""
+        return self.layer_head_dim(layer)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: its own, or an earlier one's."""
+        return layer
+
     @property
-    def value_dim(self) -> int:
-        """The size of a head's values."""
+    def links_layers(self) -> bool:
+        """Whether layers read keys and values of others, or embeddings of their own: then none runs
+        alone.
+        """
+        return False
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Distinct sizes of heads."""
+        return tuple({self.layer_head_dim(i): None for i in range(self.num_hidden_layers)})
+
+    def layer_head_dim(self, layer: int) -> int:
+        """Return the size of a layer's heads."""
         return self.head_dim
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the number of hidden channels of a layer's MLP."""
+        return self.intermediate_size
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""

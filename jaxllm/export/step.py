@@ -68,6 +68,11 @@ def check_signature(model: Model, signature: StepSignature) -> None:
     if signature.rotary and len(model.config.ropes) != 1:
         kinds = "several kinds of RoPE" if model.config.ropes else "no RoPE"
         raise ConfigError(f"{model.config.model_type} has {kinds}. Omit rotary (cos and sin)")
+    if model.config.links_layers or len(model.config.head_dims) > 1:
+        raise ConfigError(
+            f"static-shape steps do not support {model.config.model_type}: its heads differ by"
+            " layer, or its layers read each other's keys"
+        )
     kind = model.config.long_attention(0)
     if signature.mask != "positions" and kind is not None:
         raise ConfigError(

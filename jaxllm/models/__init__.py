@@ -37,6 +37,7 @@ _NAMES = (
     "qwen3",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "phi3",
     "olmo2",
     "olmo3",
@@ -126,6 +127,12 @@ def run_layer(
     to record, without the layer's number.
     """
     c: ModelConfig = model.config
+    if c.links_layers:
+        raise ConfigError(
+            f"layers of this {c.model_type} model read keys of other layers or embeddings of"
+            " tokens (num_kv_shared_layers, hidden_size_per_layer_input): none runs alone, which"
+            " calibration needs"
+        )
     block = get_family(c.model_type).block
     module: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
     angles = rotary_angles(c, position_BT, length_B)
@@ -178,9 +185,9 @@ def param_shapes(model: nn.Module) -> Params:
         raise ConfigError(f"model must be a Flax module (lm.model), got {model!r:.60}")
     c: ModelConfig = model.config
     forms = [c.layer_template(i) for i in range(c.num_hidden_layers)]
-    shapes = {
-        form: _single_layer_shapes(model.clone(config=c.with_layers([form]))) for form in set(forms)
-    }
+    if c.links_layers:
+        return _trace_shapes(model)
+    shapes = {form: _trace_shapes(model.clone(config=c.with_layers([form]))) for form in set(forms)}
     repeated: Params = {}
     for name, form in shapes[forms[0]].items():
         block, _, number = name.partition(".")
@@ -191,8 +198,8 @@ def param_shapes(model: nn.Module) -> Params:
     return repeated
 
 
-def _single_layer_shapes(model: nn.Module) -> Params:
-    """Return the parameter shapes of a model of one layer."""
+def _trace_shapes(model: nn.Module) -> Params:
+    """Return the parameter shapes of a model, by tracing all of its layers."""
 
     def shapes_and_dtypes() -> Params:
         """Return shapes and dtype names: plain values, which `load_or_make` can store."""

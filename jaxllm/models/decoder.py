@@ -15,6 +15,7 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.cache.tree import Branches
 from jaxllm.config.model import ModelConfig, Rope
+from jaxllm.errors import ConfigError
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import (
     NO_PARALLEL,
@@ -195,27 +196,9 @@ class Attention(nn.Module):
         self, x: jax.Array, context: AttentionContext, site: SiteRecorder
     ) -> AttentionOutput:
         c, p = self.config, self.precision
-        B, T, D = x.shape
-        qkv_bias, bias, _ = c.biases
-
-        def linear(name: str, heads: int) -> Linear:
-            return Linear(heads * c.head_dim, qkv_bias, p, name=name)
-
-        K, rope = c.num_key_value_heads, c.layer_rope(self.layer)
-        heads = {
-            "q_proj": c.num_attention_heads * (1 + c.gates_attention),
-            "k_proj": K,
-            "v_proj": K,
-        }
-        q, k, v = project(x, *(linear(*item) for item in heads.items()))
-        if c.qk_norm == "all heads":
-            q, k = self._norm_qk(q, k)
-        q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
-        gate = None
-        if c.gates_attention:
-            q, gate = q[:, :, 0::2], q[:, :, 1::2]
-        if c.qk_norm == "each head" and c.use_qk_norm:
-            q, k = self._norm_qk(q, k)
+        D, bias = x.shape[-1], c.biases[1]
+        q, k, v, gate = self._project(x)
+        rope = c.layer_rope(self.layer)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         kind, memory_inputs = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
@@ -248,7 +231,36 @@ class Attention(nn.Module):
             memory_inputs=memory_inputs,
             gate=gate,
             self_extend=rope if rope is not None and rope.is_self_extended else None,
+            source=c.kv_source(self.layer),
         )
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return queries, keys and values before rotation, and the gate, each `[B, T, *, H]`."""
+        c = self.config
+        N, K = c.num_attention_heads, c.num_key_value_heads
+        q, k, v = (
+            y
+            for y in project(
+                x,
+                self._linear("q_proj", N * (1 + c.gates_attention)),
+                self._linear("k_proj", K),
+                self._linear("v_proj", K),
+            )
+        )
+        if c.qk_norm == "all heads":
+            q, k = self._norm_qk(q, k)
+        q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
+        gate = None
+        if c.gates_attention:
+            q, gate = q[:, :, 0::2], q[:, :, 1::2]
+        if c.qk_norm == "each head" and c.use_qk_norm:
+            q, k = self._norm_qk(q, k)
+        return q, k, v, gate
+
+    def _linear(self, name: str, heads: int) -> Linear:
+        c = self.config
+        size = heads * c.layer_head_dim(self.layer)
+        return Linear(size, c.biases[0], self.precision, name=name)
 
     def _norm_qk(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
         c = self.config
@@ -297,8 +309,12 @@ class Block(nn.Module):
         x = site("resid_mid", x + site("attn_out", y))
         normed = site("mlp_norm", context.gather_tokens(self._norm(before_mlp, x)))
         y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, context, site)))
-        x = site("resid_post", x + site("mlp_out", y))
+        x = site("resid_post", self._finish(x + site("mlp_out", y), context))
         return Layer(attended, x, site.recorded)
+
+    def _finish(self, x: jax.Array, context: AttentionContext) -> jax.Array:
+        """Return the output of the layer from the stream after its MLP."""
+        return x
 
     def _mixer(self) -> Any:
         """Return the module that mixes tokens: attention."""
@@ -306,7 +322,9 @@ class Block(nn.Module):
 
     def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
         c = self.config
-        return site("mlp.output", MLP(c, self.precision, c.intermediate_size, name="mlp")(x, site))
+        return site(
+            "mlp.output", MLP(c, self.precision, c.mlp_size(self.layer), name="mlp")(x, site)
+        )
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:
@@ -386,6 +404,13 @@ class Decoder(Model, nn.Module):
         site, scale = context.site_recorder(None), c.embedding_scale
         x = site("embed", x if scale == 1 else x * jnp.asarray(scale, x.dtype))
         places = self.embed_positions(position_BT)
+        own = self.embed_layers(token_BT, x)
+        if own and embeddings_BTD is not None:
+            raise ConfigError(
+                f"{c.model_type} looks each token up in every layer (hidden_size_per_layer_input):"
+                " inputs must be tokens, not embeddings"
+            )
+        context = context._replace(layer_embeddings=own)
         embeddings = x = x if places is None else x + site("pos_embed", places.astype(x.dtype))
         blocks = [
             self.block(config=c, precision=p, layer=i, name=f"{self.layers}.{i}")
@@ -403,6 +428,10 @@ class Decoder(Model, nn.Module):
     def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
         """Return the learned embeddings of positions, `[B, T, D]`; None: there are none."""
         return None
+
+    def embed_layers(self, token_BT: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Return each layer's own embeddings (`AttentionContext`). x: The model's embeddings."""
+        return ()
 
     def final_norm(self, x: jax.Array) -> jax.Array:
         """Apply the final norm to the last layer's output."""

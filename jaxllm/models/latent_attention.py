@@ -63,8 +63,7 @@ class LatentConfig(DecoderConfig):
     def value_heads(self, layer: int) -> int:
         return 0
 
-    @property
-    def value_dim(self) -> int:
+    def value_dim(self, layer: int) -> int:
         return self.v_head_dim
 
     def layer_rope(self, layer: int) -> Rope | None:

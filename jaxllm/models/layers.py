@@ -90,6 +90,9 @@ class AttentionContext(NamedTuple):
         branches: The nodes of a tree that each row attends to after the cache; None: no tree.
         edits, read: Changes of activations, and the sites to record in every layer.
         packed: As in `ops.attend`.
+        earlier: New keys and values of the layers before this one, if layers share them
+            (`ModelConfig.kv_source`).
+        layer_embeddings: Each layer's own embeddings of the tokens, `[B, T, P]`; empty for none.
     """
 
     position_BT: jax.Array
@@ -105,6 +108,8 @@ class AttentionContext(NamedTuple):
     edits: Edits = NO_EDITS
     read: frozenset[str] = frozenset()
     packed: bool = False
+    earlier: tuple[Any, ...] = ()
+    layer_embeddings: tuple[Any, ...] = ()
 
     def site_recorder(self, layer: int | None) -> SiteRecorder:
         """Return the recorder of a layer's sites; None: of the model's."""
@@ -225,6 +230,7 @@ def attend(
     gate: jax.Array | None = None,
     self_extend: Rope | None = None,
     expand: Callable[[jax.Array], jax.Array] | None = None,
+    source: int | None = None,
 ) -> AttentionOutput:
     """Compute attention of one layer over its cached keys and values, and the new tokens.
 
@@ -240,28 +246,32 @@ def attend(
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
         self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
         expand: Maps the heads' weighted sums to their values.
+        source: The layer whose keys and values it reads; its own have no heads then. None: itself.
 
     Raises:
         ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
             devices with a mask or attention mass.
     """
     q, k = site("attn.rot_q", q), site("attn.rot_k", k)
+    source = layer if source is None else source
     # Values without heads are computed from the keys' weighted sum (`expand`).
     parts = [
-        ops.Part(s.k[layer], s.v[layer] if v.shape[2] else s.k[layer], s.position_BS)
+        ops.Part(s.k[source], s.k[source] if expand else s.v[source], s.position_BS)
         for s in context.segments
     ]
     # Round new keys and values as the cache will, so that a token attends to the same numbers
     # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
     new_k, new_v = ops.cast(k, kept), ops.cast(v, kept)
-    new = ops.Part(new_k, new_v if v.shape[2] else new_k, context.position_BT)
+    new = ops.Part(new_k, new_k if expand else new_v, context.position_BT)
+    if source != layer:
+        new = ops.Part(*context.earlier[source], context.position_BT)
     tree = context.branches
     if tree is None:
         parts.append(new)
     else:
-        path_k = tree.gather(new_k, layer, "k")
-        path_v = tree.gather(new_v, layer, "v") if v.shape[2] else path_k
+        path_k = tree.gather(new.k_BSKH, source, "k")
+        path_v = path_k if expand else tree.gather(new.v_BSKH, source, "v")
         parts.append(ops.Part(path_k, path_v, tree.position_RP))
     special = (context.hooks.attend, kind, self_extend, context.document_BT, context.mask_BTS)
     if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
@@ -393,13 +403,16 @@ def run_blocks(
     if runner is not None:
         return runner(blocks, x, context, remat)
     shared = None if remat or not _can_share(blocks, context) else _share_traces(context)
-    layers = list[Layer]()
+    layers, linked = list[Layer](), blocks[0].config.links_layers
     for block in blocks:
+        if linked:
+            earlier = tuple((y.attention.k, y.attention.v) for y in layers)
+            context = context._replace(earlier=earlier)
         if remat:
             layers.append(_run_remat(block, x, context))
         elif shared is not None:
             run, arguments = shared
-            layers.append(run(*arguments(block), x))
+            layers.append(run(*arguments(block, context), x))
         else:
             layers.append(block(x, context))
         x = layers[-1].x
@@ -422,7 +435,7 @@ def _can_share(blocks: Sequence[Any], context: AttentionContext) -> bool:
     )
 
 
-def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callable[[Any], Any]]:
+def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callable[..., Any]]:
     """Return a function that runs a layer, tracing only the first of each kind, and its arguments.
 
     Tracing 22 layers one by one took half of the time that a new program takes. XLA inlines the
@@ -430,25 +443,35 @@ def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callabl
     """
 
     @partial(jax.jit, static_argnums=0)
-    def run(first: Any, params: Any, entries: Any, state: Any, x: jax.Array) -> Layer:
-        before = (None,) * first.layer
+    def run(first: Any, params: Any, entries: Any, state: Any, further: Any, x: jax.Array) -> Layer:
+        source, before = first.config.kv_source(first.layer), (None,) * first.layer
+        unread = (None,) * source
         segments = tuple(
-            s.replace(k=(*before, k), v=(*before, v))
+            s.replace(k=(*unread, k), v=(*unread, v))
             for s, (k, v) in zip(full.segments, entries, strict=True)
         )
-        context = full._replace(segments=segments, state=state and (*before, state[0]))
+        earlier, embeddings = further
+        context = full._replace(
+            segments=segments,
+            state=state and (*before, state[0]),
+            earlier=earlier and (*unread, earlier[0]),
+            layer_embeddings=embeddings and (*before, embeddings[0]),
+        )
         layer: Layer = first.apply({"params": params}, x, context)
         return layer
 
     firsts: dict[Any, Any] = {}
 
-    def arguments(block: Any) -> tuple[Any, ...]:
+    def arguments(block: Any, context: AttentionContext) -> tuple[Any, ...]:
         first = firsts.setdefault(
             block.config.layer_signature(block.layer), block.clone(parent=None, name=None)
         )
-        entries = [(s.k[block.layer], s.v[block.layer]) for s in full.segments]
+        source = block.config.kv_source(block.layer)
+        entries = [(s.k[source], s.v[source]) for s in full.segments]
+        earlier = (context.earlier[source],) if source != block.layer else ()
+        embeddings = full.layer_embeddings and (full.layer_embeddings[block.layer],)
         state = full.state and (full.state[block.layer],)
-        return first, block.variables["params"], entries, state
+        return first, block.variables["params"], entries, state, (earlier, embeddings)
 
     return run, arguments
 
@@ -470,6 +493,9 @@ def rotary_angles(
 ) -> tuple[Angles, ...]:
     """Return cosines and sines for tokens at these positions, of texts of these lengths."""
     place_BT, segment = position_BT, config.segment_length
+    head_dims = {
+        config.layer_rope(i): config.layer_head_dim(i) for i in range(config.num_hidden_layers)
+    }
     if segment is not None:
         place_BT = jnp.where(position_BT >= 0, position_BT % segment, position_BT)
     return tuple(
@@ -477,7 +503,7 @@ def rotary_angles(
             rope,
             place_BT,
             length_B,
-            head_dim=config.head_dim,
+            head_dim=head_dims[rope],
             max_position_embeddings=config.max_position_embeddings,
         )
         for rope in config.ropes

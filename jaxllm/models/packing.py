@@ -66,8 +66,9 @@ def _find_problem(config: ModelConfig, cache_dtype: str) -> str | None:
         return "this is no NVIDIA GPU"
     if cache_dtype not in flash.DTYPES:
         return f"the cache is {cache_dtype}, not bfloat16"
-    if config.head_dim > flash.MAX_HEAD or config.head_dim % 8:
-        return f"heads of {config.head_dim} numbers"
+    for size in config.head_dims:
+        if size > flash.MAX_HEAD or size % 8:
+            return f"heads of {size} numbers"
     layers = range(config.num_hidden_layers)
     if any(config.window(i) is not None for i in layers):
         return "layers with a sliding window"

@@ -51,7 +51,9 @@ def layer_sites(config: ModelConfig, layer: int) -> list[str]:
     if not config.value_heads(layer):
         absent |= {"attn.v"}
     if not config.kv_heads(layer):
-        absent |= {site for site in LAYER_SITES if site.startswith("attn.")} - {"attn.output"}
+        shares = config.kv_source(layer) != layer
+        attention = {site for site in LAYER_SITES if site.startswith("attn.")} - {"attn.output"}
+        absent |= {"attn.k", "attn.v", "attn.rot_k"} if shares else attention
     return [site for site in LAYER_SITES if site not in absent]
 
 
@@ -175,12 +177,13 @@ def _site_shape(config: ModelConfig, name: str, **sizes: int) -> tuple[int, ...]
     """Return the shape of the array at a site. sizes: of B, T and S."""
     (layer, site), moe = split_name(name), cast(Any, config)
     mixes = layer is not None and is_mixture(config, layer)
+    head_size = config.value_dim if site == "attn.z" else config.layer_head_dim
     sizes |= {
         "D": config.hidden_size,
         "N": config.num_attention_heads,
-        "K": config.num_key_value_heads,
-        "H": config.value_dim if site == "attn.z" else config.head_dim,
-        "F": moe.shared_expert_size if mixes else config.intermediate_size,
+        "K": config.kv_heads(layer or 0),
+        "H": head_size(layer or 0),
+        "F": moe.shared_expert_size if mixes else config.mlp_size(layer or 0),
         "V": config.vocab_size,
         "E": getattr(config, "num_experts", 1),
     }

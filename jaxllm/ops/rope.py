@@ -79,6 +79,7 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
     `llama3`: long wavelengths divided by the factor, short ones unchanged, a linear blend between
     (Meta's Llama 3.1 reference). `yarn`: the blend by number of rotations, and the attention
     factor, of Peng et al. 2023 (sections 3.2, 3.4). `divisors`: a divisor for each pair.
+    `proportional`: zero from the rotated fraction of the pairs on (Gemma 4).
 
     Returns:
         float32 `[W // 2]`, and a float.
@@ -89,6 +90,9 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
     inverse = _frequencies(rope, width)
     if rope.rope_type == "linear":
         inverse = inverse / _require(rope.factor)
+    elif rope.rope_type == "proportional":
+        turned = int((rope.partial_rotary_factor or 1.0) * head_dim // 2)
+        inverse = np.where(np.arange(width // 2) < turned, inverse, 0.0) / (rope.factor or 1.0)
     elif rope.rope_type == "llama3":
         inverse = _llama3(rope, inverse)
     elif rope.rope_type == "yarn":

@@ -218,9 +218,10 @@ def _stage_imbalance(query: PlanQuery) -> float:
 def _attention_flops(query: PlanQuery) -> float:
     """Return the flops of one token's attention to `context` slots, on one device."""
     config, axes = query.checkpoint.config, query.axes
-    heads = config.num_attention_heads * config.num_hidden_layers * _stage_imbalance(query)
+    widths = sum(map(config.layer_head_dim, range(config.num_hidden_layers)))
+    channels = config.num_attention_heads * widths * _stage_imbalance(query)
     devices = axes.tensor * axes.kv_replicas * axes.stage * axes.sequence
-    return 4 * heads * config.head_dim * query.context / devices
+    return 4 * channels * query.context / devices
 
 
 def _collective_seconds(collectives: list[Collective], query: PlanQuery) -> float:

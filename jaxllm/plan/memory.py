@@ -172,7 +172,7 @@ def working_bytes(step: StepSizes) -> int:
     seen = max(_block_size(step.slots), _block_size(step.tokens))
     heads, keys = share.num_attention_heads, share.num_key_value_heads
     scores = 2 * 4 * step.tick_rows * heads * here * seen
-    scores += 4 * 4 * step.tick_rows * seen * keys * config.head_dim
+    scores += 4 * 4 * step.tick_rows * seen * keys * max(config.head_dims)
     hidden = 2 * 4 * step.tick_tokens * share.intermediate_size
     layer = max(scores, hidden) + _expert_bytes(share, axes, step.tick_tokens)
     return copied + new_keys + 4 * stream + 4 * stream // shards + layer

@@ -149,6 +149,11 @@ def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
         raise ConfigError(
             f"{config.model_type} has recurrent layers, which run on one device. Drop mesh {axes}"
         )
+    if (config.links_layers or len(config.head_dims) > 1) and axes.num_devices > 1:
+        raise ConfigError(
+            f"{config.model_type} has heads of several sizes, or layers without their own keys,"
+            f" which run on one device. Drop mesh {axes}"
+        )
     experts = getattr(config, "num_experts", 1)
     if experts % axes.expert:
         what = f"num_experts {experts}" if experts > 1 else f"{config.model_type} without experts"

@@ -202,6 +202,12 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
+GEMMA_4 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ m.content | trim + '<turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
+)
 # DeepSeek-V2's, and DeepSeek-V3's without tools.
 DEEPSEEK_V2 = """\
 {% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\
@@ -272,6 +278,7 @@ TEMPLATES = {
     "qwen 3": THINKING,
     "gemma 2": GEMMA_2,
     "gemma 3": GEMMA_3,
+    "gemma 4": GEMMA_4,
     "phi": PHI,
     "smollm": SMOLLM,
     "granite": GRANITE,

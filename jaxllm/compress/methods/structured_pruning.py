@@ -72,6 +72,10 @@ def narrow_config(config: ModelConfig, kind: Groups, count: int) -> ModelConfig:
             f"heads of {config.model_type} cannot be dropped: some of its layers have no attention"
             " or no keys and values for each head"
         )
+    if config.links_layers or len(config.head_dims) > 1:
+        raise ConfigError(
+            f"{kind} of {config.model_type} cannot be dropped: their sizes differ by layer"
+        )
     attention = config.long_attention(0)
     if kind == "heads" and attention is not None:
         raise ConfigError(

@@ -1,0 +1,197 @@
+"""The dense text models of Gemma 4 (Google 2026): E2B, E4B, 12B and 31B.
+
+Layers with full attention have larger heads, and the last layers may read keys and values of
+earlier ones. Small models add an embedding of each token to each layer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from msgspec import Meta
+
+from jaxllm import ops
+from jaxllm.config.model import HeadCount, Positive, VocabSize
+from jaxllm.errors import ConfigError
+from jaxllm.models import decoder
+from jaxllm.models.decoder import Attention, Decoder, decoder_family
+from jaxllm.models.gemma2 import GemmaConfig
+from jaxllm.models.hybrid_attention import LocalRopeConfig
+from jaxllm.models.layers import AttentionContext
+from jaxllm.models.modules import Embedding, Linear, RMSNorm, get_param, project
+
+Count = Annotated[int, Meta(ge=0, le=1 << 16)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(LocalRopeConfig):
+    """Gemma 4.
+
+    Attributes:
+        global_head_dim, num_global_key_value_heads: Of layers with full attention.
+        attention_k_eq_v: Whether the values of these layers are the output of `k_proj`.
+        num_kv_shared_layers: How many of the last layers read keys and values of the last layer of
+            their type before them.
+        use_double_wide_mlp: Whether the MLPs of these layers have twice as many hidden channels.
+        hidden_size_per_layer_input: Size of the layers' own embeddings; 0: there are none.
+    """
+
+    model_type: ClassVar[str] = "gemma4_text"
+    norms: ClassVar[tuple[str | None, ...]] = GemmaConfig.norms
+    qk_norm: ClassVar[str | None] = "each head"
+
+    global_head_dim: HeadCount
+    num_global_key_value_heads: HeadCount
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: Count = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: Count = 0
+    vocab_size_per_layer_input: VocabSize = 1
+    attention_bias: bool = False
+    final_logit_softcapping: Positive | None = None
+
+    def _complaints(self) -> list[str]:
+        if complaints := super()._complaints():
+            return complaints
+        complaints = self.rope.complaints(self.global_head_dim)
+        if self.num_attention_heads % self.num_global_key_value_heads:
+            complaints.append(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of"
+                f" num_global_key_value_heads ({self.num_global_key_value_heads})"
+            )
+        if self.rope == self.local_rope and self.head_dim != self.global_head_dim:
+            complaints.append("rope and local_rope must differ, since sizes of heads do")
+        if not set(self.layer_types) <= set(self.layer_types[: self._own_kv_layers]):
+            complaints.append(
+                f"num_kv_shared_layers ({self.num_kv_shared_layers}) leaves no layer of a type to"
+                " read from"
+            )
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            complaints.append(
+                f"vocab_size_per_layer_input ({self.vocab_size_per_layer_input}) is less than"
+                f" vocab_size ({self.vocab_size})"
+            )
+        return complaints
+
+    @property
+    def _own_kv_layers(self) -> int:
+        return max(0, self.num_hidden_layers - self.num_kv_shared_layers)
+
+    @property
+    def links_layers(self) -> bool:
+        return bool(self.num_kv_shared_layers or self.hidden_size_per_layer_input)
+
+    def kv_source(self, layer: int) -> int:
+        if layer < self._own_kv_layers:
+            return layer
+        own = self.layer_types[: self._own_kv_layers]
+        return max(i for i, kind in enumerate(own) if kind == self.layer_types[layer])
+
+    def kv_heads(self, layer: int) -> int:
+        if self.kv_source(layer) != layer:
+            return 0
+        return (
+            self.num_key_value_heads if self.is_sliding(layer) else self.num_global_key_value_heads
+        )
+
+    def layer_head_dim(self, layer: int) -> int:
+        return self.head_dim if self.is_sliding(layer) else self.global_head_dim
+
+    def mlp_size(self, layer: int) -> int:
+        doubled = self.use_double_wide_mlp and layer >= self._own_kv_layers
+        return self.intermediate_size * (2 if doubled else 1)
+
+    def layer_template(self, layer: int) -> int:
+        forms = [
+            (self.layer_types[i], i < self._own_kv_layers) for i in range(self.num_hidden_layers)
+        ]
+        return forms.index(forms[layer])
+
+    def with_layers(self, indices: Sequence[int]) -> Self:
+        """Return the configuration with these layers. Raises ConfigError if layers depend on each
+        other or on a table of all layers.
+        """
+        if self.links_layers:
+            raise ConfigError(
+                f"layers of this {self.model_type} model cannot be dropped: num_kv_shared_layers"
+                " or hidden_size_per_layer_input is not 0, so that they depend on each other"
+            )
+        return super().with_layers(indices)
+
+    @property
+    def attention_scale(self) -> float:
+        return 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        return float(self.hidden_size**0.5)
+
+    @property
+    def logits_cap(self) -> float | None:
+        return self.final_logit_softcapping
+
+
+class Gemma4Attention(Attention):
+    """Attention whose values are normalized too, without weights."""
+
+    config: Gemma4Config
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+        c, H = self.config, self.config.layer_head_dim(self.layer)
+        K = c.kv_heads(self.layer)
+        heads = {"q_proj": c.num_attention_heads}
+        if K:
+            heads["k_proj"] = K
+        if K and (c.is_sliding(self.layer) or not c.attention_k_eq_v):
+            heads["v_proj"] = K
+        terms = project(x, *(self._linear(*item) for item in heads.items()))
+        q, *kv = (y.reshape(*x.shape[:2], -1, H) for y in terms)
+        if not kv:
+            none = jnp.zeros((*x.shape[:2], 0, H), x.dtype)
+            return RMSNorm(c.norm_eps, name="q_norm")(q), none, none, None
+        v = ops.rms_norm(kv[-1], jnp.ones(H, jnp.float32), eps=c.norm_eps)
+        q, k = self._norm_qk(q, kv[0])
+        return q, k, v, None
+
+
+class Block(decoder.Block):
+    """A layer that adds its own embeddings of the tokens, and scales its output."""
+
+    config: Gemma4Config
+
+    def _mixer(self) -> Any:
+        return Gemma4Attention(self.config, self.precision, self.layer, name="self_attn")
+
+    def _finish(self, x: jax.Array, context: AttentionContext) -> jax.Array:
+        c, p, size = self.config, self.precision, self.config.hidden_size_per_layer_input
+        if size:
+            gate = Linear(size, False, p, name="per_layer_input_gate")(x)
+            own = ops.ACTIVATIONS[c.hidden_act](gate) * context.layer_embeddings[self.layer]
+            y = Linear(x.shape[-1], False, p, name="per_layer_projection")(own)
+            x = x + self._norm("post_per_layer_input_norm", y)
+        return x * get_param(self, "layer_scalar", 1)[0].astype(x.dtype)
+
+
+class Gemma4Decoder(Decoder):
+    """The model. Tokens are also looked up in a table of all layers' embeddings."""
+
+    block = Block
+
+    def embed_layers(self, token_BT: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        c: Any = self.config
+        P, L = c.hidden_size_per_layer_input, c.num_hidden_layers
+        if not P:
+            return ()
+        table = Embedding(c.vocab_size_per_layer_input, L * P, name="embed_tokens_per_layer")
+        rows = table(token_BT)[0].astype(x.dtype) * jnp.asarray(P**0.5, x.dtype)
+        name = "per_layer_model_projection"
+        y = Linear(L * P, False, self.precision, name=name)(x) * c.hidden_size**-0.5
+        y = y.reshape(*x.shape[:2], L, P)
+        y = RMSNorm(c.norm_eps, name="per_layer_projection_norm")(y)
+        both = (y + rows.reshape(y.shape)) * 2**-0.5
+        return tuple(both[:, :, i] for i in range(L))
+
+
+FAMILY = decoder_family(Gemma4Config, Gemma4Decoder)
