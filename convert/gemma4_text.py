@@ -62,7 +62,8 @@ def _write_layers(config: Gemma4Config, data: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": config.num_global_key_value_heads,
     }
     full = [i for i in range(config.num_hidden_layers) if not config.is_sliding(i)]
-    return {**write_ropes(config, data), "per_layer_config": {str(i): own for i in full}}
+    data = {**write_ropes(config, data), "per_layer_config": {str(i): own for i in full}}
+    return {k: v for k, v in data.items() if k not in ("rope_theta", "rope_scaling")}
 
 
 TABLES = (
