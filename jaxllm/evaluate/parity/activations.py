@@ -42,6 +42,7 @@ from jaxllm.weights.paths import Params
 
 LOGITS = "decoded logits"
 HEADS = ("q", "k", "v", "heads")
+_HEAD_SITES = {"q": "attn.rot_q", "heads": "attn.z"}
 _SITES = ("attn_norm", "attn.rot_q", "attn.z", "mlp_norm", "mlp.post", "router", "mlp.output")
 
 
@@ -66,7 +67,11 @@ def activation_names(
 
 
 def head_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Return which arrays of heads a layer has: all, those of absorbed queries, or none."""
+    """Return which arrays of heads a layer has: all, those without keys of its own, those of
+    absorbed queries, or none.
+    """
+    if config.kv_source(layer) != layer:
+        return ("q", "heads")
     if not config.kv_heads(layer):
         return ()
     return HEADS if config.value_heads(layer) else HEADS[-1:]
@@ -112,8 +117,8 @@ def activations(
         routed.__getitem__,
         lambda i: head_names(model.config, i),
     )
-    family_row = get_family(model.config.model_type)
-    return dict(zip(names, _trace_arrays(trace, family_row), strict=True))
+    arrays = _trace_arrays(trace, model.config, get_family(model.config.model_type))
+    return dict(zip(names, arrays, strict=True))
 
 
 def check_tokens(
@@ -144,16 +149,15 @@ def _trace(
     return run_model(model, params, segments, token_BT, position_BT, **options)[0]
 
 
-def _trace_arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
+def _trace_arrays(trace: Trace, config: ModelConfig, row: Family) -> Iterator[jax.Array]:
     """Yield the activations of a trace, in the order of `activation_names`."""
     yield trace.embeddings
-    for layer in trace.layers:
+    for i, layer in enumerate(trace.layers):
         sites, attended = layer.sites, layer.attention
         yield from (sites["attn_norm"],) if row.attention_norm else ()
-        if "attn.z" in sites:
-            if attended.v.shape[2]:
-                yield from (sites["attn.rot_q"], dequantize(attended.k), dequantize(attended.v))
-            yield sites["attn.z"]
+        for part in head_names(config, i):
+            kept = {"k": attended.k, "v": attended.v}.get(part)
+            yield sites[_HEAD_SITES[part]] if kept is None else dequantize(kept)
         yield attended.x
         yield from (sites["mlp_norm"],) if row.mlp_norm else ()
         yield sites["router" if "router" in sites else "mlp.post"]

@@ -131,7 +131,7 @@ class TransformersBackend:
 
     def _entries(self, layer: Any) -> tuple[np.ndarray, ...]:
         """Return a layer's keys and values in our order; latents and rotated dimensions in one."""
-        if not hasattr(layer, "keys"):
+        if getattr(layer, "keys", None) is None:
             return ()
         k, v = _heads_last(layer.keys), _heads_last(layer.values)
         config, _ = self._read_config
