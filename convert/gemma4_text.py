@@ -36,6 +36,8 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
     if (layers := data.get("per_layer_config")) is None:
         return
     full = [str(i) for i, kind in enumerate(fields["layer_types"]) if kind == "full_attention"]
+    if isinstance(layers, Mapping):  # a file may write 5 as "05"
+        layers = {i.lstrip("0") or "0": own for i, own in layers.items()}
     own = layers.get(full[0], {}) if isinstance(layers, Mapping) else None
     if (
         own is None
@@ -105,6 +107,7 @@ TABLES = (
                 "partial_rotary_factor",
             }
         ),
+        architectures=("Gemma4ForCausalLM", "Gemma4TextModel"),
         classifier=None,
         prepare=_split_ropes,
         derive=_resolve_layers,

@@ -43,6 +43,7 @@ HEADLESS = (
     "lfm2_moe",
     "qwen3_5_moe_text",
     "glm4_moe_lite",
+    "gemma4_text",
 )
 FAMILIES = [name for name in KINDS if name not in HEADLESS]
 

@@ -22,7 +22,7 @@ from jaxllm.models import FAMILIES
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
 from jaxllm.weights.quantize import quantize
-from tests.tiny_models import RECURRENT, load_twin, marks_of, save_random, tokens
+from tests.tiny_models import INVARIANT, RECURRENT, load_twin, marks_of, save_random, tokens
 
 pytestmark = pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
 LENGTH = 61
@@ -42,7 +42,7 @@ EACH = [
 def test_every_way_of_running_a_text_has_the_same_bits(
     tmp_path: Path, family: str, dtype: str, weights: str | None
 ) -> None:
-    save_random(tmp_path, family)
+    save_random(tmp_path, family, **INVARIANT.get(family, {}))
     twin = load_twin(tmp_path, dtype)
     params = twin.params if weights is None else quantize(twin.params, weights)
     model = make_invariant(twin.model)

@@ -22,7 +22,15 @@ from jaxllm.ops import native
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter, with_one
-from tests.tiny_models import RECURRENT, VOCAB, assert_close, marks_of, random_model, tokens
+from tests.tiny_models import (
+    INVARIANT,
+    RECURRENT,
+    VOCAB,
+    assert_close,
+    marks_of,
+    random_model,
+    tokens,
+)
 
 PROMPT = 11
 PARENTS = [-1, 0, 0, -1, 2, 4, 1, 5, -1, 7, 9]
@@ -91,7 +99,7 @@ def check_nodes(
 @pytest.mark.parametrize(("family", "dtype", "weights"), EACH)
 def test_node_has_bits_of_its_chain(family: str, dtype: str, weights: str | None) -> None:
     """Windows (5 and 7 tokens, within the prompt), soft caps, experts and biases included."""
-    model, params = make_model(family, dtype)
+    model, params = make_model(family, dtype, **INVARIANT.get(family, {}))
     params = params if weights is None else quantize(params, weights)
     params = jaxllm.cast(params, model.precision) if weights is None else params
     cache = read_prompt(model, params)

@@ -119,7 +119,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
             "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 10,
+            "hidden_size_per_layer_input": 16,  # its root is a power of two, as published
             "sliding_window": 5,
             "final_logit_softcapping": 30.0,
             "pad_token_id": 0,
@@ -359,6 +359,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Families with recurrent layers.
+# Settings with which a family has bits that depend on a row alone, if not its own.
+INVARIANT: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+}
 RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2_moe", "qwen3_5_moe_text")
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with latent attention
 # These share code with the remaining families, which cover them in the daily tests.
@@ -406,6 +410,10 @@ def theirs(family: str, **changes: Any) -> Any:
     fields = {**base, **changes}
     if "layer_types" in base:  # a type for each layer
         fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+    if (
+        "num_kv_shared_layers" in base.keys() - changes.keys()
+    ):  # a layer of each type is left to read from
+        fields["num_kv_shared_layers"] = max(0, fields["num_hidden_layers"] - 2)
     return getattr(transformers, f"{kind}{text}Config")(**fields)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.models import get_family
 from jaxllm.models.inputs import Array, check_inputs, check_model
 from jaxllm.models.interventions import Set
 from jaxllm.models.site_inputs import site_names
@@ -26,8 +27,8 @@ def decompose_stream(model: Model, params: Params, tokens_BT: Array) -> dict[str
 
     The keys are sites: `embed`, `pos_embed`, `blocks.L.attn.result` (`[B, T, N, D]`, by head),
     `blocks.L.attn.bias` (attention's output without the heads), or for a recurrent layer
-    `blocks.L.attn_out`; `blocks.L.mlp_out`, and `final_norm.bias`. All others are float32
-    `[B, T, D]`.
+    `blocks.L.attn_out`; `blocks.L.mlp_out`, `blocks.L.layer_embed` (the layer's own embedding of
+    the token, in Gemma 4), and `final_norm.bias`. All others are float32 `[B, T, D]`.
 
     Raises what `jaxllm.forward` raises.
     """
@@ -72,15 +73,17 @@ def attribute_logits(
 @partial(jax.jit, static_argnums=0)
 def _decompose(model: Model, params: Params, token_BT: jax.Array) -> dict[str, jax.Array]:
     layers, known = range(model.config.num_hidden_layers), site_names(model.config)
+    family = get_family(model.config.model_type)
     last = f"blocks.{layers[-1]}.resid_post"
     names = [name for name in ("embed", "pos_embed") if name in known] + [last, "final_norm"]
     for layer in layers:
-        sites = ("attn.result", "attn.output", "attn_out", "mlp_out")
+        around = ("resid_mid", "resid_post") if family.output_scale else ()
+        sites = ("attn.result", "attn.output", "attn_out", "mlp_out", *around)
         names += [name for site in sites if (name := f"blocks.{layer}.{site}") in known]
     read = forward(model, params, None, token_BT, read=names).sites
     site = {name: x.astype(jnp.float32) for name, x in read.items()}
     parts = {name: x for name, x in site.items() if name in ("embed", "pos_embed")}
-    for at in (f"blocks.{layer}" for layer in layers):
+    for layer, at in enumerate(f"blocks.{layer}" for layer in layers):
         # After attention there is at most a norm without bias and a factor: a product by channel.
         output_BTD, added_BTD = site[f"{at}.attn.output"], site[f"{at}.attn_out"]
         divisor_BTD = jnp.where(output_BTD == 0, 1, output_BTD)
@@ -91,6 +94,11 @@ def _decompose(model: Model, params: Params, token_BT: jax.Array) -> dict[str, j
             parts[f"{at}.attn.result"] = heads * scale_BTD[:, :, None]
             parts[f"{at}.attn.bias"] = added_BTD - parts[f"{at}.attn.result"].sum(axis=2)
         parts[f"{at}.mlp_out"] = site[f"{at}.mlp_out"]
+        if family.output_scale:
+            scale = params[f"{family.layers}.{layer}"][family.output_scale][0].astype(jnp.float32)
+            parts = {name: x * scale for name, x in parts.items()}
+            before_BTD = site[f"{at}.resid_mid"] + site[f"{at}.mlp_out"]
+            parts[f"{at}.layer_embed"] = site[f"{at}.resid_post"] - scale * before_BTD
 
     def norm(x_BTD: jax.Array) -> jax.Array:
         out = forward(model, params, None, token_BT, read=["final_norm"], edits={last: Set(x_BTD)})

@@ -5,6 +5,7 @@ of the same name replaces a property. Code for a single family is in its own fil
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
@@ -197,7 +198,7 @@ class Attention(nn.Module):
     ) -> AttentionOutput:
         c, p = self.config, self.precision
         D, bias = x.shape[-1], c.biases[1]
-        q, k, v, gate = self._project(x)
+        q, k, v, gate = self._split_heads(project(x, *self._linears()))
         rope = c.layer_rope(self.layer)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         kind, memory_inputs = c.long_attention(self.layer), None
@@ -234,33 +235,36 @@ class Attention(nn.Module):
             source=c.kv_source(self.layer),
         )
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return queries, keys and values before rotation, and the gate, each `[B, T, *, H]`."""
-        c = self.config
-        N, K = c.num_attention_heads, c.num_key_value_heads
-        q, k, v = (
-            y
-            for y in project(
-                x,
-                self._linear("q_proj", N * (1 + c.gates_attention)),
-                self._linear("k_proj", K),
-                self._linear("v_proj", K),
-            )
-        )
+    def _linears(self) -> Sequence[Linear]:
+        """Return the linears that read the layer's input."""
+        c, K = self.config, self.config.kv_heads(self.layer)
+        heads = {
+            "q_proj": c.num_attention_heads * (1 + c.gates_attention),
+            "k_proj": K,
+            "v_proj": K,
+        }
+        size = c.layer_head_dim(self.layer)
+        return [
+            Linear(n * size, c.biases[0], self.precision, name=name) for name, n in heads.items()
+        ]
+
+    def _split_heads(
+        self, terms: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return queries, keys and values before rotation, and the gate, each `[B, T, *, H]`.
+
+        terms: Of each linear. Norms of all heads at once come before the heads are split.
+        """
+        c, (q, k, v) = self.config, terms
         if c.qk_norm == "all heads":
             q, k = self._norm_qk(q, k)
-        q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
+        q, k, v = (y.reshape(*y.shape[:2], -1, c.head_dim) for y in (q, k, v))
         gate = None
         if c.gates_attention:
             q, gate = q[:, :, 0::2], q[:, :, 1::2]
         if c.qk_norm == "each head" and c.use_qk_norm:
             q, k = self._norm_qk(q, k)
         return q, k, v, gate
-
-    def _linear(self, name: str, heads: int) -> Linear:
-        c = self.config
-        size = heads * c.layer_head_dim(self.layer)
-        return Linear(size, c.biases[0], self.precision, name=name)
 
     def _norm_qk(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
         c = self.config

@@ -67,6 +67,7 @@ class Family:
         width_fields: The config fields with the number of hidden channels.
         router: The router, in place of `mlp_down` in layers with experts.
         aliases: Hugging Face model_types that are this one under another name.
+        output_scale: A layer's parameter that scales its output, the stream included.
     """
 
     config: type[ModelConfig]
@@ -89,6 +90,7 @@ class Family:
     width_fields: tuple[str, ...] = ("intermediate_size",)
     router: str | None = None
     aliases: tuple[str, ...] = ()
+    output_scale: str | None = None
 
     @property
     def embedding_tables(self) -> tuple[str, ...]:

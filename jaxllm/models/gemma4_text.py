@@ -20,7 +20,7 @@ from jaxllm.models.decoder import Attention, Decoder, decoder_family
 from jaxllm.models.gemma2 import GemmaConfig
 from jaxllm.models.hybrid_attention import LocalRopeConfig
 from jaxllm.models.layers import AttentionContext
-from jaxllm.models.modules import Embedding, Linear, RMSNorm, get_param, project
+from jaxllm.models.modules import Embedding, Linear, RMSNorm, get_param
 
 Count = Annotated[int, Meta(ge=0, le=1 << 16)]
 
@@ -138,18 +138,18 @@ class Gemma4Attention(Attention):
 
     config: Gemma4Config
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    def _linears(self) -> Sequence[Linear]:
+        c, layer = self.config, self.layer
+        count = 1 if not c.kv_heads(layer) else 3 - (c.attention_k_eq_v and not c.is_sliding(layer))
+        return super()._linears()[:count]
+
+    def _split_heads(
+        self, terms: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
         c, H = self.config, self.config.layer_head_dim(self.layer)
-        K = c.kv_heads(self.layer)
-        heads = {"q_proj": c.num_attention_heads}
-        if K:
-            heads["k_proj"] = K
-        if K and (c.is_sliding(self.layer) or not c.attention_k_eq_v):
-            heads["v_proj"] = K
-        terms = project(x, *(self._linear(*item) for item in heads.items()))
-        q, *kv = (y.reshape(*x.shape[:2], -1, H) for y in terms)
+        q, *kv = (y.reshape(*y.shape[:2], -1, H) for y in terms)
         if not kv:
-            none = jnp.zeros((*x.shape[:2], 0, H), x.dtype)
+            none = q[:, :, :0]
             return RMSNorm(c.norm_eps, name="q_norm")(q), none, none, None
         v = ops.rms_norm(kv[-1], jnp.ones(H, jnp.float32), eps=c.norm_eps)
         q, k = self._norm_qk(q, kv[0])
@@ -194,4 +194,6 @@ class Gemma4Decoder(Decoder):
         return tuple(both[:, :, i] for i in range(L))
 
 
-FAMILY = decoder_family(Gemma4Config, Gemma4Decoder)
+FAMILY = dataclasses.replace(
+    decoder_family(Gemma4Config, Gemma4Decoder), output_scale="layer_scalar"
+)

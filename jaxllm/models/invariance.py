@@ -25,7 +25,8 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
     """Whether a text has the same bits alone, among others, and cut into any steps.
 
     That needs the native kernels, one device, attention to all of the text or a window of it,
-    weights that the kernels read, no recurrent layers, and no exact GELU (GPT-NeoX). It also needs
+    weights that the kernels read, no recurrent layers, no embeddings for each layer (Gemma 4 E2B
+    and E4B), and no exact GELU (GPT-NeoX). It also needs
     `Precision.invariant`, unless the instruction set uses one kernel for any number of rows: sets
     without a matrix unit do, for most formats.
     """
@@ -38,7 +39,7 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
         return False
     if any(config.long_attention(i) is not None for i in range(config.num_hidden_layers)):
         return False
-    if config.has_state:  # XLA's sums and exponentials
+    if config.has_state or config.links_layers:  # XLA's sums and exponentials
         return False
     formats = [precision.activations, *(o.activations for _, o in precision.overrides)]
     inputs = {"bfloat16" if f == "bfloat16" else "float32" for f in formats if f is not None}

@@ -265,7 +265,8 @@ def attend(
     new_k, new_v = ops.cast(k, kept), ops.cast(v, kept)
     new = ops.Part(new_k, new_k if expand else new_v, context.position_BT)
     if source != layer:
-        new = ops.Part(*context.earlier[source], context.position_BT)
+        k_BTKH, v_BTKH = context.earlier[source]
+        new = ops.Part(k_BTKH, v_BTKH, context.position_BT)
     tree = context.branches
     if tree is None:
         parts.append(new)

@@ -64,6 +64,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300},
         },
     },
+    "gemma4_text": {
+        "num_key_value_heads": 2, "attention_bias": True, "sliding_window": 6,
+        "num_attention_heads": 4, "final_logit_softcapping": 10.0, "global_head_dim": 10,
+        "num_kv_shared_layers": 1,  "vocab_size_per_layer_input": 140, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 9, "num_global_key_value_heads": 2,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500, "factor": 8},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300},
+        },
+    },
     "phi3": {"rope_parameters": LONGROPE, "sliding_window": 9},
     "olmo2": {"attention_bias": True},
     "olmo3": {
@@ -212,8 +223,8 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
         write_config(half)
 
 
-# Heads of GPT-2 and OLMo cannot be pruned.
-HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2", "olmo3", *RECURRENT, *LATENTS)]
+WHOLE = ("gpt2", "olmo2", "olmo3", "gemma4_text", *RECURRENT, *LATENTS)
+HEADS = [name for name in KINDS if name not in WHOLE]
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -242,9 +253,9 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
     assert read_config(made.to_dict())[0] == config
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2", "olmo3", *RECURRENT, *LATENTS])
-def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
-    """narrow_config refuses to drop heads of GPT-2 and OLMo 2."""
+@pytest.mark.parametrize("family", WHOLE)
+def test_heads_that_cannot_be_pruned_are_refused(family: str) -> None:
+    """narrow_config refuses to drop heads of GPT-2, OLMo, and layers of several kinds."""
     with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):
         narrow_config(read_config(theirs(family).to_dict())[0], "heads", 1)
 
