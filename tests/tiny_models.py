@@ -369,7 +369,7 @@ LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with la
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
     "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
-    "deepseek_v2", "glm4_moe_lite", "minicpm3", "gemma4_text",
+    "deepseek_v2", "glm4_moe_lite", "minicpm3", "lfm2_moe", "qwen3_5_moe_text",
 )  # fmt: skip
 
 

@@ -63,10 +63,10 @@ def test_unsupported_config_is_refused_before_weights(family: str, tmp_path: Pat
     error = config_error(family, tmp_path / "a", {"attention_chunk_size": 4, "use_mrope": True})
     assert "attention_chunk_size must be null, got 4" in error
     assert "use_mrope must be False, got True" in error
-    key = "full_attention" if family == "gemma3_text" else None
+    key = "full_attention" if family in ("gemma3_text", "gemma4_text") else None
     for number, (settings, message) in enumerate(
         (
-            ({"rope_type": "proportional", "rope_theta": 1e4}, "'proportional' is not supported"),
+            ({"rope_type": "spiral", "rope_theta": 1e4}, "'spiral' is not supported"),
             ({"rope_type": "linear", "rope_theta": 1e4}, "'linear' requires factor"),
             ({"rope_theta": 1e4, "mrope_section": [1]}, "mrope_section must be []"),
         )
