@@ -17,6 +17,7 @@ _FAMILIES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
+_GRANITE_4 = "granitemoehybrid"  # two families: with and without experts
 _FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}  # files with the text model's fields on top
 # Defaults of transformers' text classes, which published files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -56,12 +57,14 @@ def is_multimodal(data: Mapping[str, Any]) -> bool:
 
 
 def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's config.json; that of a text model unchanged.
+    """Return the text model's config.json, its model_type being our family's name.
 
-    Special ids, the quantization and a tied head may be stated for the whole checkpoint.
+    That of a text model is otherwise unchanged. Special ids, the quantization and a tied head may
+    be stated for the whole checkpoint.
     """
     if not is_multimodal(data):
-        return data
+        mixture = data.get("model_type") == _GRANITE_4 and data.get("num_local_experts") != 0
+        return {**data, "model_type": f"{_GRANITE_4}_moe"} if mixture else data
     nested = data.get("text_config")
     text = dict(nested) if isinstance(nested, Mapping) else dict(data)
     kind = str(text.get("model_type"))

@@ -36,6 +36,7 @@ TEXTS += [[PAD, 9, 17, PAD, 20, PAD, PAD], [PAD, PAD]]
 HEADLESS = (
     "granite",
     "granitemoehybrid",
+    "granitemoehybrid_moe",
     "ernie4_5",
     "cohere2",
     "glm4_moe",

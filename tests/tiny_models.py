@@ -302,6 +302,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
+    "granitemoehybrid_moe": (
+        "GraniteMoeHybrid",
+        {
+            **SQUARE,
+            "num_hidden_layers": 2,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 28,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -358,17 +377,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Families with recurrent layers.
 # Settings with which a family has bits that depend on a row alone, if not its own.
 INVARIANT: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 }
-RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2_moe", "qwen3_5_moe_text")
+# Families with recurrent layers.
+RECURRENT = (
+    "qwen3_5_text", "lfm2", "granitemoehybrid", "granitemoehybrid_moe", "lfm2_moe",
+    "qwen3_5_moe_text",
+)  # fmt: skip
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with latent attention
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
-    "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
+    "granitemoehybrid_moe", "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
     "deepseek_v2", "glm4_moe_lite", "minicpm3", "lfm2_moe", "qwen3_5_moe_text",
 )  # fmt: skip
 

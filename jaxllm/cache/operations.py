@@ -353,7 +353,7 @@ def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
             f"attention of kind {kind.kind!r} divides the text into segments by position, so cached"
             f" tokens {said}. Run the tokens again at their new positions"
         )
-    if not config.ropes:
+    if config.learns_positions:
         raise ConfigError(
             f"{config.model_type} has learned position embeddings, which are mixed into its keys:"
             " cached tokens cannot move. Run the tokens again at their new positions"

@@ -73,7 +73,7 @@ def _pooling_ropes(cache: KVCache) -> tuple[Ropes, ...]:
             f"pool: attention of kind {min(kinds)!r} selects tokens by position, and a pooled slot"
             " has several. Such a model limits its reads without pooling"
         )
-    if not config.ropes:
+    if config.learns_positions:
         raise ConfigError(
             f"pool: {config.model_type} has learned position embeddings, so mean keys would mix"
             " positions. Use slide, which runs the recent tokens again, or heavy hitters within"

@@ -276,6 +276,11 @@ class ModelConfig:
         return 1 << 24  # rotary angles: float32 represents all integers only up to here
 
     @property
+    def learns_positions(self) -> bool:
+        """Whether positions have learned embeddings, which are mixed into keys."""
+        return False
+
+    @property
     def norm_weight_offset(self) -> float:
         """Offset added to norm weights."""
         return 0.0

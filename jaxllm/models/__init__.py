@@ -56,6 +56,7 @@ _NAMES = (
     "exaone4",
     "cohere2",
     "granitemoehybrid",
+    "granitemoehybrid_moe",
     "glm4_moe",
     "lfm2_moe",
     "qwen3_5_moe_text",

@@ -447,7 +447,6 @@ class Decoder(Model, nn.Module):
 def decoder_family(
     config: type[DecoderConfig],
     module: type[Decoder] = Decoder,
-    aliases: tuple[str, ...] = (),
     embeddings: str = "embed_tokens",
 ) -> Family:
     """Return the row of a family of this kind.
@@ -497,5 +496,4 @@ def decoder_family(
             if config.qk_norm == "all heads"
             else ()
         ),
-        aliases=aliases,
     )

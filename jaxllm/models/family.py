@@ -66,7 +66,6 @@ class Family:
         head_norms: Norms over all heads at once.
         width_fields: The config fields with the number of hidden channels.
         router: The router, in place of `mlp_down` in layers with experts.
-        aliases: Hugging Face model_types that are this one under another name.
         output_scale: A layer's parameter that scales its output, the stream included.
     """
 
@@ -89,7 +88,6 @@ class Family:
     head_norms: tuple[ParallelLinear, ...] = ()
     width_fields: tuple[str, ...] = ("intermediate_size",)
     router: str | None = None
-    aliases: tuple[str, ...] = ()
     output_scale: str | None = None
 
     @property

@@ -30,6 +30,10 @@ class GPT2Config(ModelConfig):
     scale_attn_by_inverse_layer_idx: bool = False
 
     @property
+    def learns_positions(self) -> bool:
+        return True
+
+    @property
     def position_limit(self) -> int:
         """The number of rows of the position table."""
         return self.max_position_embeddings

@@ -22,7 +22,8 @@ class GraniteMoeHybridConfig(GraniteMultipliers, Mamba2Config):
         return super().layer_rope(layer) if self.uses_rope else None
 
 
+MAMBA_INPUTS = ("mamba.in_proj",)
+
 FAMILY = recurrent_family(
-    decoder_family(GraniteMoeHybridConfig, Mamba2Decoder, embeddings="embeddings"),
-    ("mamba.in_proj",),
+    decoder_family(GraniteMoeHybridConfig, Mamba2Decoder, embeddings="embeddings"), MAMBA_INPUTS
 )

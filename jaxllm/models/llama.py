@@ -72,4 +72,4 @@ class LlamaConfig(DecoderConfig):
         return {**fields, "attention": self.attention.to_dict()}
 
 
-FAMILY = decoder_family(LlamaConfig, aliases=("mistral",))
+FAMILY = decoder_family(LlamaConfig)

@@ -44,9 +44,13 @@ FOLDABLE = {
     "cohere2": {"mlp.post"},  # attention and MLP read one norm
     "mixtral": {"attn_norm"},  # the MLP's norm is read by the router, too
     "gpt_oss": {"attn_norm"},
+    "granitemoehybrid_moe": {"attn_norm", "mlp.post"},
     "qwen3_5_moe_text": {"attn_norm", "mlp.post"},
 }
-EXPERTS = ("glm4_moe", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text", "qwen3_moe")
+EXPERTS = (
+    "glm4_moe", "gpt_oss", "granitemoehybrid_moe", "lfm2_moe", "mixtral", "qwen3_5_moe_text",
+    "qwen3_moe",
+)  # fmt: skip
 # They have no norm whose channels can be scaled.
 UNSMOOTHED = ("cohere2", "exaone4", "olmo2", "olmo3")
 INT4 = IntFormat(4, None)

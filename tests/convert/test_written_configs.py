@@ -122,6 +122,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "granitemoehybrid_moe": {
+        "attention_bias": True, "residual_multiplier": 2, "mamba_n_heads": 6, "mamba_n_groups": 3,
+        "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "layer_types": ["full_attention", "linear_attention"], "position_embedding_type": "rope",
+    },
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
     "qwen3_5_text": {
         "attention_bias": True, "num_key_value_heads": 2, "linear_conv_kernel_dim": 3,

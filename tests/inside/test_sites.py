@@ -38,14 +38,18 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
     body = model.get_submodule(model.base_model_prefix)
     hooks = []
 
-    def keep(name: str, x: Any) -> None:
-        found[name] = (x[0] if isinstance(x, tuple) else x).detach().clone()
+    def keep(name: str, x: Any, total: Any = 0) -> None:
+        found[name] = (x[0] if isinstance(x, tuple) else x).detach() + total
 
     def before(module: Any, name: str) -> None:
         hooks.append(module.register_forward_pre_hook(lambda _, x: keep(name, x)))
 
     def after(module: Any, name: str) -> None:
         hooks.append(module.register_forward_hook(lambda _, __, x: keep(name, x)))
+
+    def add(module: Any, name: str) -> None:
+        hook = module.register_forward_hook(lambda _, __, x: keep(name, x, found.get(name, 0)))
+        hooks.append(hook)
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         at = f"blocks.{module.layer_idx}"
@@ -70,12 +74,14 @@ def hooked(model: Any, family: Any) -> Iterator[dict[str, Any]]:
         for norm, site in ((family.attention_norm, "attn_norm"), (family.mlp_norm, "mlp_norm")):
             if norm is not None:
                 after(modules[norm if norm in modules else NORMS[norm]], f"{at}.{site}")
-        mlp = next(modules[n] for n in ("mlp", "shared_mlp", "feed_forward") if n in modules)
-        after(mlp, f"{at}.mlp.output")
+        for mlp in ("mlp", "shared_mlp", "block_sparse_moe", "feed_forward"):
+            if mlp in modules:  # Granite 4's output is the sum of two
+                add(modules[mlp], f"{at}.mlp.output")
         if family.mlp_down in modules:
             before(modules[family.mlp_down], f"{at}.mlp.post")
-        if family.router is not None and family.router in modules:
-            after(modules[family.router], f"{at}.router")
+        for router in (family.router, "block_sparse_moe.router"):
+            if family.router is not None and router in modules:
+                after(modules[router], f"{at}.router")
         for name in ("mlp.gate_proj", "mlp.c_fc", "mlp.dense_h_to_4h"):
             if name in modules:
                 after(modules[name], f"{at}.mlp.pre")

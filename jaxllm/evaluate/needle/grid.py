@@ -194,10 +194,10 @@ def _check_policy(model: Model, name: str, policy: OverflowPolicy | None) -> Non
             f"policy {name} changes positions, which this model's long attention does not support:"
             " use full, slide, or segments if the model has a memory"
         )
-    if not config.ropes or config.rope_depends_on_length:
+    if config.learns_positions or config.rope_depends_on_length:
         what = (
             "learned positions"
-            if not config.ropes
+            if config.learns_positions
             else "rotary angles that depend on the text length"
         )
         raise ConfigError(

@@ -27,7 +27,7 @@ from jaxllm.evaluate.parity.activations import (
     decoded_arrays,
     head_names,
 )
-from jaxllm.models import FAMILIES, get_family
+from jaxllm.models import get_family
 from jaxllm.models.site_inputs import is_mixture
 from jaxllm.runtime.validation import check_dtype
 
@@ -39,7 +39,8 @@ MODULE_NAMES = {
     "attention": ("self_attn", *RECURRENT),
     "down_proj": ("w2", "output_linear"),
     "input_layernorm": ("operator_norm",),
-    "mlp": ("feed_forward", "shared_mlp"),
+    "gate": ("router",),
+    "mlp": ("feed_forward", "block_sparse_moe", "shared_mlp"),  # Granite 4 has the sum of the last
     "norm": ("embedding_norm",),
     "post_attention_layernorm": ("ffn_norm",),
 }
@@ -116,8 +117,7 @@ class TransformersBackend:
     @property
     def _family(self) -> str:
         """Our name of the model_type."""
-        name = self.model.config.model_type
-        return next((family for family, row in FAMILIES.items() if name in row.aliases), name)
+        return self._read_config[0].model_type
 
     @property
     def _head_order(self) -> Any:
@@ -181,7 +181,8 @@ class TransformersBackend:
         def tap(name: str) -> Callable[..., None]:
             def hook(*given: Any) -> None:  # the last is the output, or the inputs in a pre-hook
                 x = given[-1]
-                outputs[name] = (x[0] if isinstance(x, tuple) else x).clone()
+                x = x[0] if isinstance(x, tuple) else x
+                outputs[name] = x + outputs[name] if name in outputs else x.clone()
 
             return hook
 
@@ -215,21 +216,21 @@ class TransformersBackend:
                 if last in ("q", "k", "v", "heads", "logits"):
                     continue
                 if last in ("input", "embeddings"):
-                    module = _find_module(body, path if last == "input" else f"{layers}.0")
+                    module = _find_modules(body, path if last == "input" else f"{layers}.0")[0]
                     stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
-                module = _find_module(body, name)
-                stack.callback(module.register_forward_hook(tap(name)).remove)
+                for module in _find_modules(body, name):
+                    stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
 
 
-def _find_module(body: Any, path: str) -> Any:
-    """Return a module by our path. Names of which transformers has another are tried both ways."""
+def _find_modules(body: Any, path: str) -> list[Any]:
+    """Return the modules of our path, whose outputs are summed, by our and transformers' names."""
+    found = [body]
     for part in path.split("."):
-        names = (part, *MODULE_NAMES.get(part, ()))
-        found = (getattr(body, name, None) for name in names)
-        body = next(module for module in found if module is not None)
-    return body
+        each = (getattr(found[0], name, None) for name in (part, *MODULE_NAMES.get(part, ())))
+        found = [module for module in each if module is not None]
+    return found
 
 
 @contextmanager
