@@ -135,7 +135,10 @@ class ExpertStackLayout:
 
 @dataclasses.dataclass(frozen=True)
 class NextTokenLayers:
-    """Layers past the last one that predict further tokens (MTP), known by `eh_proj`: not read."""
+    """Layers that predict further tokens (MTP), which are not read.
+
+    They are in a module `mtp`, or past the last layer and known by their `eh_proj`.
+    """
 
     def matches(self, path: str) -> bool:
         return False
@@ -148,7 +151,11 @@ class NextTokenLayers:
             for path, number in numbers.items()
             if path.endswith(".eh_proj.weight") and number >= config.num_hidden_layers
         }
-        return {path: x for path, x in tensors.items() if numbers.get(path) not in further}
+        return {
+            path: x
+            for path, x in tensors.items()
+            if numbers.get(path) not in further and not path.startswith("mtp.")
+        }
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
         return tensors

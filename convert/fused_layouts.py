@@ -6,8 +6,8 @@ Matrices quantized by GPTQ or AWQ are split (see `quantize`), but not fused.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from itertools import accumulate
-from typing import Protocol
+from itertools import accumulate, islice
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,15 +43,17 @@ class FusedLayout:
 
     Attributes:
         fused, parts: Module paths within a layer.
-        rows: The row count of each part.
-        repeats: The number of interleaved runs, each with an equal part of the rows of every one of
-            parts (GPT-NeoX: one run per head).
+        rows: The row count of each piece.
+        repeats: The number of interleaved runs, each with an equal part of the rows of every piece
+            (GPT-NeoX: one run per head).
+        pieces: How many pieces follow one another in each part; by default one.
     """
 
     fused: str
     parts: tuple[str, ...]
-    rows: Callable[[ModelConfig], tuple[int, ...]]
-    repeats: Callable[[ModelConfig], int] = lambda config: 1
+    rows: Callable[[Any], tuple[int, ...]]
+    repeats: Callable[[Any], int] = lambda config: 1
+    pieces: tuple[int, ...] = ()
 
     def matches(self, path: str) -> bool:
         return self._match(path) is not None
@@ -72,7 +74,9 @@ class FusedLayout:
         rows, runs = self.rows(config), self.repeats(config)
         ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
         turns = range(0, len(ends) - 1, len(rows))
-        return [[(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows))]
+        spans = iter([(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows)))
+        counts = self.pieces or (1,) * len(rows)
+        return [[span for each in islice(spans, count) for span in each] for count in counts]
 
     def split_tensor(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
         """Split a fused weight, bias, or piece of a quantized weight into its parts.
@@ -81,7 +85,7 @@ class FusedLayout:
         """
         rows, spans, end = self.rows(config), self.row_spans(config), path[path.rindex(".") :]
         if end == ".g_idx":  # per column, and all have the same columns
-            return [tensor] * len(rows)
+            return [tensor] * len(spans)
         axis, total = int(end in _COLUMN_SUFFIXES), sum(rows)
         size = tensor.shape[axis] if tensor.ndim > axis else 0
         is_divisible = all(x * size % total == 0 for each in spans for span in each for x in span)
@@ -99,18 +103,17 @@ class FusedLayout:
         return [concat_tensors([tensor.rows(*span) for span in each]) for each in spans]
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        result, first, runs = (
-            Tensors(),
-            re.compile(_layer_pattern(self.parts[0])),
-            self.repeats(config),
-        )
+        result, first = Tensors(), re.compile(_layer_pattern(self.parts[0]))
         for path, tensor in tensors.items():
             match = first.fullmatch(path)
             if match:
-                parts = [tensors[f"{match[1]}{name}{match[2]}"] for name in self.parts]
-                result[f"{match[1]}{self.fused}{match[2]}"] = concat_tensors(
-                    [part for run in range(runs) for part in _slice_rows(parts, run, runs)]
-                )
+                runs: dict[int, LazyTensor] = {}  # by their first row
+                for name, spans in zip(self.parts, self.row_spans(config), strict=True):
+                    at, part = 0, tensors[f"{match[1]}{name}{match[2]}"]
+                    for begin, end in spans:
+                        runs[begin] = part.rows(at, at := at + end - begin)
+                fused = concat_tensors([runs[begin] for begin in sorted(runs)])
+                result[f"{match[1]}{self.fused}{match[2]}"] = fused
             elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.parts):
                 result[path] = tensor
         return result
@@ -164,12 +167,6 @@ def _take_columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
 
     count = sum(end - begin for begin, end in spans)
     return LazyTensor(tensor.dtype, (tensor.shape[0], count), read, tensor.release)
-
-
-def _slice_rows(parts: list[LazyTensor], run: int, runs: int) -> list[LazyTensor]:
-    """Return each matrix's rows in one of `repeats` equal runs."""
-    sizes = [part.shape[0] // runs for part in parts]
-    return [part.rows(run * n, (run + 1) * n) for part, n in zip(parts, sizes, strict=True)]
 
 
 def _layer_pattern(module: str) -> str:

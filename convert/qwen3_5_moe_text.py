@@ -23,5 +23,6 @@ TABLES = (
         ignored_fields=ROUTER_FIELDS,
         layouts=(RenamedLayout(NAMES), ExpertLayout("mlp")),
         classifier=None,
+        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
     ),
 )

@@ -37,7 +37,7 @@ ALLOWED = {
 }
 
 
-def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+def resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     """Derive missing layer_types: each `full_attention_interval`th layer has attention."""
     interval = fields.pop("full_attention_interval")
     if fields["layer_types"] is None:
@@ -53,7 +53,7 @@ def make_qwen3_5_table(
     *fields: Field,
     ignored_fields: frozenset[str] = frozenset(),
     layouts: tuple[Any, ...] = (),
-    classifier: str | None,
+    **options: Any,
 ) -> DecoderArchitecture:
     """Return the table of a Qwen3.5 family; arguments: `make_table`."""
     return make_table(
@@ -70,13 +70,15 @@ def make_qwen3_5_table(
         ignored_fields=UNUSED | {PARTIAL_ROTARY_FACTOR} | ignored_fields,
         layouts=(GroupedValueHeads(), *layouts),
         prepare=lambda data: set_rotary_share(drop_mrope(data), 0.25),
-        derive=_resolve_layers,
-        finish=write_rotary_share,
-        classifier=classifier,
-        architectures=(f"{architecture}ForCausalLM", f"{architecture}TextModel"),
+        **{"derive": resolve_layers, "finish": write_rotary_share, **options},
     )
 
 
 TABLES = (
-    make_qwen3_5_table("Qwen3_5", Qwen3_5Config, classifier="Qwen3_5TextForSequenceClassification"),
+    make_qwen3_5_table(
+        "Qwen3_5",
+        Qwen3_5Config,
+        classifier="Qwen3_5TextForSequenceClassification",
+        architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
+    ),
 )

@@ -7,13 +7,18 @@ from jaxllm.convert.decoders import ATTENTION_BIAS, SLIDING_WINDOW, make_table
 from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
 from jaxllm.convert.qwen2 import CONTEXT
 from jaxllm.convert.tables import Field, Interval
+from jaxllm.models.moe import SparseLayersConfig
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 
+# Read into mlp_layer_types.
+SPARSE_FIELDS = (
+    Field("decoder_sparse_step", "decoder_sparse_step", 1, Interval),
+    Field("mlp_only_layers", "mlp_only_layers", (), tuple[int, ...]),
+)
 
-def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+
+def resolve_sparse_layers(fields: dict[str, Any]) -> None:
     """Give each `decoder_sparse_step`th layer experts, except for `mlp_only_layers`."""
-    if not fields.pop("use_sliding_window"):
-        fields["sliding_window"] = None
     count, step = fields["num_hidden_layers"], fields.pop("decoder_sparse_step")
     dense = set(fields.pop("mlp_only_layers"))
     fields["mlp_layer_types"] = tuple(
@@ -21,15 +26,21 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
     )
 
 
-def _write_layers(config: Qwen3MoeConfig, data: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **data,
-        "use_sliding_window": config.sliding_window is not None,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [
-            i for i in range(config.num_hidden_layers) if not config.is_moe_layer(i)
-        ],
-    }
+def write_sparse_layers(config: SparseLayersConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Write which layers have no experts."""
+    dense = [i for i in range(config.num_hidden_layers) if not config.is_moe_layer(i)]
+    return {**data, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+    if not fields.pop("use_sliding_window"):
+        fields["sliding_window"] = None
+    resolve_sparse_layers(fields)
+
+
+def _finish(config: Qwen3MoeConfig, data: dict[str, Any]) -> dict[str, Any]:
+    slides = config.sliding_window is not None
+    return {**write_sparse_layers(config, data), "use_sliding_window": slides}
 
 
 QWEN3_MOE = make_table(
@@ -44,9 +55,7 @@ QWEN3_MOE = make_table(
     Field("num_experts_per_tok", "num_experts_per_tok", 8),
     Field("moe_intermediate_size", "moe_intermediate_size", 768),
     Field("norm_topk_prob", "norm_topk_prob", False),
-    # Read into mlp_layer_types.
-    Field("decoder_sparse_step", "decoder_sparse_step", 1, Interval),
-    Field("mlp_only_layers", "mlp_only_layers", (), tuple[int, ...]),
+    *SPARSE_FIELDS,
     allowed_values={
         "qkv_bias": (False,),
         "shared_expert_intermediate_size": (0,),
@@ -55,7 +64,7 @@ QWEN3_MOE = make_table(
     ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
     aliases={"num_local_experts": "num_experts"},
     layouts=(ExpertLayout("mlp"),),
-    derive=_resolve_layers,
-    finish=_write_layers,
+    derive=_resolve,
+    finish=_finish,
 )
 TABLES = (QWEN3_MOE,)

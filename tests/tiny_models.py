@@ -270,6 +270,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 28,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **LLAMA,
+            "num_hidden_layers": 2,
+            "head_dim": 24,
+            "hidden_act": "gelu",  # also of the convolution
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 4,
+            "mlp_only_layers": [0],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "glm4": ("Glm4", {**LLAMA, "head_dim": 12, "pad_token_id": 0}),  # 6 rotated dimensions
     "seed_oss": ("SeedOss", {**LLAMA, "pad_token_id": 0}),
     "ernie4_5": ("Ernie4_5", LLAMA),
@@ -384,13 +404,13 @@ INVARIANT: dict[str, dict[str, Any]] = {
 # Families with recurrent layers.
 RECURRENT = (
     "qwen3_5_text", "lfm2", "granitemoehybrid", "granitemoehybrid_moe", "lfm2_moe",
-    "qwen3_5_moe_text",
+    "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with latent attention
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
-    "granitemoehybrid_moe", "qwen3_moe", "glm4", "seed_oss", "ernie4_5", "exaone4",
+    "granitemoehybrid_moe", "qwen3_moe", "qwen3_next", "glm4", "seed_oss", "ernie4_5", "exaone4",
     "deepseek_v2", "glm4_moe_lite", "minicpm3", "lfm2_moe", "qwen3_5_moe_text",
 )  # fmt: skip
 

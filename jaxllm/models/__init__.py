@@ -60,6 +60,7 @@ _NAMES = (
     "glm4_moe",
     "lfm2_moe",
     "qwen3_5_moe_text",
+    "qwen3_next",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",

@@ -35,10 +35,6 @@ class Lfm2MoeConfig(moe.SparseLayersConfig, Lfm2Config):
             scale=self.routed_scaling_factor,
         )
 
-    def layer_template(self, layer: int) -> int:
-        kinds = list(zip(self.layer_types, self.mlp_layer_types, strict=True))
-        return kinds.index(kinds[layer])
-
 
 class Lfm2MoeBlock(ShortConvBlock, moe.Block):
     """A layer with attention or a short convolution, and an MLP or experts."""

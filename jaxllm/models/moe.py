@@ -160,7 +160,8 @@ class SparseLayersConfig(MoEConfig):
         return self.mlp_layer_types[layer] == "sparse"
 
     def layer_template(self, layer: int) -> int:
-        return self.mlp_layer_types.index(self.mlp_layer_types[layer])
+        kinds = list(zip(*(getattr(self, name) for name in self.per_layer_fields), strict=True))
+        return kinds.index(kinds[layer])
 
     def layer_signature(self, layer: int) -> tuple[Any, ...]:
         """Return whether the layer has experts in place of `form`; otherwise as the base class."""

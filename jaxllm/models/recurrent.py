@@ -158,7 +158,8 @@ class GatedDeltaNet(nn.Module):
         others = tuple(group(y) for y in (decay, update))
 
         def split(conv_BTX: jax.Array, others: Any) -> Tokens:
-            parts = jnp.split(jax.nn.silu(conv_BTX), (keys, 2 * keys), axis=-1)
+            channels = ops.ACTIVATIONS[c.hidden_act](conv_BTX)
+            parts = jnp.split(channels, (keys, 2 * keys), axis=-1)
             q, k = (y.reshape(*y.shape[:2], H, K) for y in parts[:2])
             q, k = (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
             return Tokens(q * K**-0.5, k, group(parts[2], V), *others)

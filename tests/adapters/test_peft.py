@@ -183,11 +183,13 @@ EACH_FAMILY = [
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_adapters_of_each_family_equal_peft(family: str, tmp_path: Path) -> None:
-    """On all linears; with experts, which PEFT would adapt too, on those of attention."""
+    """On all linears; with experts, which PEFT would adapt too, on those of attention or more."""
     save_random(tmp_path, family)
     twin = load_twin(tmp_path)
     output = "out_proj" if family == "lfm2_moe" else "o_proj"
     linears = ["q_proj", output] if isinstance(twin.config, MoEConfig) else "all-linear"
+    if family == "qwen3_next":  # runs of two fused linears
+        linears = [*linears, "in_proj_qkvz", "in_proj_ba"]
     theirs = adapted_by_peft(twin, seed=1, target_modules=linears, r=2)
     adapter = read_adapter(saved(theirs, tmp_path / "theirs"), twin.config, twin.params)
     chosen = with_one(twin.config, twin.params, adapter)

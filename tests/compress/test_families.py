@@ -49,7 +49,7 @@ FOLDABLE = {
 }
 EXPERTS = (
     "glm4_moe", "gpt_oss", "granitemoehybrid_moe", "lfm2_moe", "mixtral", "qwen3_5_moe_text",
-    "qwen3_moe",
+    "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 # They have no norm whose channels can be scaled.
 UNSMOOTHED = ("cohere2", "exaone4", "olmo2", "olmo3")

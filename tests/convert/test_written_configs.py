@@ -143,6 +143,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {
         "attention_bias": True, "num_key_value_heads": 4, "linear_conv_kernel_dim": 3,
     },
+    "qwen3_next": {
+        "attention_bias": True, "num_key_value_heads": 4, "linear_conv_kernel_dim": 3,
+        "norm_topk_prob": False,
+    },
     "deepseek_v2": {"n_group": 2, "n_shared_experts": 3, "first_k_dense_replace": 2},
     "deepseek_v3": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None},
     "glm4_moe_lite": {

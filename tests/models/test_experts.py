@@ -315,14 +315,17 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 def test_layers_of_further_tokens_are_not_read(glm: Twin, tmp_path: Path) -> None:
-    """A layer past the last one that predicts a further token is left out, but no other one."""
+    """A layer past the last one that predicts a further token is left out, but no other one; and
+    so is the module of Qwen3-Next's.
+    """
 
     def add_layer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         copy = {n.replace("layers.1.", "layers.2."): x for n, x in tensors.items() if "ers.1." in n}
         return {**tensors, **copy}
 
     def add_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {**add_layer(tensors), "model.layers.2.eh_proj.weight": np.zeros((3, 4), np.float32)}
+        names = ("model.layers.2.eh_proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+        return {**add_layer(tensors), **dict.fromkeys(names, np.zeros((3, 4), np.float32))}
 
     read = open_hf(rewrite_tensors(glm, tmp_path / "mtp", add_further))
     assert read.tensors.keys() == open_hf(glm.directory).tensors.keys()
