@@ -7,7 +7,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import Tensors
 from jaxllm.errors import CheckpointError
 from jaxllm.models.moe import MoEConfig
-from jaxllm.weights.lazy import LazyTensor, concat_tensors, stack_tensors
+from jaxllm.weights.lazy import LazyTensor, stack_tensors
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = r"(layers\.\d+\.)"
@@ -51,7 +51,7 @@ class ExpertLayout:
                 stack = each.setdefault(f"{match[1]}mlp.experts.{name}.weight", {})
                 stack[int(match[2])] = tensor
             elif match := _FUSED.fullmatch(path):
-                result |= _split_fused_experts(path, match[1], match[2], tensor, config)
+                result |= _split_fused_experts(path, match[1], tensor, config)
             elif match := self._router_pattern.fullmatch(path):
                 result[f"{match[1]}mlp.gate.weight"] = tensor
             elif match := self._bias_pattern.fullmatch(path):
@@ -69,9 +69,9 @@ class ExpertLayout:
         for path, tensor in tensors.items():
             if match := _STACK.fullmatch(path):
                 name = self.names[PROJECTIONS.index(match[2])]
-                for expert in range(tensor.shape[0]):
-                    to = f"{match[1]}{self.module}.experts.{expert}.{name}.weight"
-                    result[to] = _slice_expert(tensor, expert)
+                for number, expert in enumerate(tensor.unstack()):
+                    to = f"{match[1]}{self.module}.experts.{number}.{name}.weight"
+                    result[to] = expert
             elif match := re.fullmatch(_LAYER + re.escape(_BIAS), path):
                 result[f"{match[1]}{self.module}.{self.bias}"] = tensor
             else:
@@ -91,46 +91,6 @@ class ExpertLayout:
     @property
     def _bias_pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{_LAYER}{self.module}\.{re.escape(self.bias)}")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertStackLayout:
-    """The gate and up projections of a layer's experts in one stack `[E, 2I, D]`, gate rows first.
-
-    path: The checkpoint's name of the stack, within the layer.
-    """
-
-    path: str
-
-    def matches(self, path: str) -> bool:
-        return self._match(path) is not None
-
-    def read(self, tensors: Tensors, config: MoEConfig) -> Tensors:
-        result = Tensors()
-        for path, tensor in tensors.items():
-            if match := self._match(path):
-                result |= _split_fused_experts(path, match[1], "gate_up_proj", tensor, config)
-            else:
-                result[path] = tensor
-        return result
-
-    def write(self, tensors: Tensors, config: MoEConfig) -> Tensors:
-        result = Tensors()
-        for path, tensor in tensors.items():
-            match = _STACK.fullmatch(path)
-            if match is None or match[2] == "down_proj":
-                result[path] = tensor
-            elif match[2] == "gate_proj":
-                parts = (tensor, tensors[path.replace("gate_proj", "up_proj")])
-                each = [
-                    concat_tensors([_slice_expert(part, expert) for part in parts])
-                    for expert in range(tensor.shape[0])
-                ]
-                result[f"{match[1]}{self.path}"] = stack_tensors(each)
-        return result
-
-    def _match(self, path: str) -> re.Match[str] | None:
-        return re.fullmatch(_LAYER + re.escape(self.path), path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +136,10 @@ def _stack_experts(path: str, experts: dict[int, LazyTensor], count: int) -> Laz
     return stack_tensors([experts[i] for i in range(count)])
 
 
-def _split_fused_experts(
-    path: str, layer: str, kind: str, tensor: LazyTensor, config: MoEConfig
-) -> Tensors:
-    """Split a stack into ours. kind: its name in transformers 5."""
+def _split_fused_experts(path: str, layer: str, tensor: LazyTensor, config: MoEConfig) -> Tensors:
+    """Split transformers 5's stacked tensor into ours."""
     E, D, F = config.num_experts, config.hidden_size, config.expert_size
-    fused = kind == "gate_up_proj"
+    fused = path.endswith("gate_up_proj")
     wanted = (E, 2 * F, D) if fused else (E, D, F)
     if tensor.shape != wanted:
         raise CheckpointError(f"{path} has shape {tensor.shape}, expected {wanted} by config.json")
@@ -189,21 +147,7 @@ def _split_fused_experts(
         return {f"{layer}mlp.experts.down_proj.weight": tensor}
     return {
         f"{layer}mlp.experts.{name}.weight": stack_tensors(
-            [_slice_expert(tensor, e, begin, begin + F) for e in range(E)]
+            [expert.rows(begin, begin + F) for expert in tensor.unstack()]
         )
         for name, begin in (("gate_proj", 0), ("up_proj", F))
     }
-
-
-def _slice_expert(
-    stack: LazyTensor, number: int, begin: int = 0, end: int | None = None
-) -> LazyTensor:
-    """Return one matrix of a stack, or some of its rows."""
-    one = stack.rows(number, number + 1)
-    rows = range(stack.shape[1])[begin:end]
-    return LazyTensor(
-        stack.dtype,
-        (len(rows), stack.shape[2]),
-        lambda: one.read()[0, rows.start : rows.stop],
-        one.release,
-    )

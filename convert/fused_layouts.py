@@ -5,7 +5,7 @@ Matrices quantized by GPTQ or AWQ are split (see `quantize`), but not fused.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.lazy import LazyTensor, concat_tensors
+from jaxllm.weights.lazy import LazyTensor, concat_tensors, stack_tensors
 
 Tensors = dict[str, LazyTensor]
 Span = tuple[int, int]  # first row, end row (exclusive)
@@ -40,6 +40,8 @@ class Layout(Protocol):
 @dataclasses.dataclass(frozen=True)
 class FusedLayout:
     """A fused linear in each layer: the rows of several of our linears, concatenated.
+
+    Linears of experts are stacks, of which each matrix is fused.
 
     Attributes:
         fused, parts: Module paths within a layer.
@@ -83,6 +85,9 @@ class FusedLayout:
 
         Raises CheckpointError for a wrong shape.
         """
+        if tensor.ndim == 3 and tensor.shape[0] == getattr(config, "num_experts", None):
+            each_expert = [self.split_tensor(path, one, config) for one in tensor.unstack()]
+            return [stack_tensors(parts) for parts in zip(*each_expert, strict=True)]
         rows, spans, end = self.rows(config), self.row_spans(config), path[path.rindex(".") :]
         if end == ".g_idx":  # per column, and all have the same columns
             return [tensor] * len(spans)
@@ -107,16 +112,22 @@ class FusedLayout:
         for path, tensor in tensors.items():
             match = first.fullmatch(path)
             if match:
-                runs: dict[int, LazyTensor] = {}  # by their first row
-                for name, spans in zip(self.parts, self.row_spans(config), strict=True):
-                    at, part = 0, tensors[f"{match[1]}{name}{match[2]}"]
-                    for begin, end in spans:
-                        runs[begin] = part.rows(at, at := at + end - begin)
-                fused = concat_tensors([runs[begin] for begin in sorted(runs)])
-                result[f"{match[1]}{self.fused}{match[2]}"] = fused
+                parts = [tensors[f"{match[1]}{name}{match[2]}"] for name in self.parts]
+                result[f"{match[1]}{self.fused}{match[2]}"] = self._join_tensors(parts, config)
             elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.parts):
                 result[path] = tensor
         return result
+
+    def _join_tensors(self, parts: Sequence[LazyTensor], config: ModelConfig) -> LazyTensor:
+        if parts[0].ndim == 3:
+            experts = zip(*(part.unstack() for part in parts), strict=True)
+            return stack_tensors([self._join_tensors(each, config) for each in experts])
+        runs: dict[int, LazyTensor] = {}  # by their first row
+        for part, spans in zip(parts, self.row_spans(config), strict=True):
+            at = 0
+            for begin, end in spans:
+                runs[begin] = part.rows(at, at := at + end - begin)
+        return concat_tensors([runs[begin] for begin in sorted(runs)])
 
     def _match(self, path: str) -> re.Match[str] | None:
         pieces = "".join(rf"|\{end}" for end in (*_COLUMN_SUFFIXES, *_ROW_SUFFIXES, ".g_idx"))

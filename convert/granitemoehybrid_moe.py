@@ -1,7 +1,6 @@
 """Checkpoints of Granite 4 with experts: the table."""
 
-from jaxllm.convert.experts import ExpertStackLayout
-from jaxllm.convert.fused_layouts import RenamedLayout
+from jaxllm.convert.fused_layouts import FusedLayout, RenamedLayout, gate_up_rows
 from jaxllm.convert.granitemoehybrid import make_granite4_table, shared_mlp
 from jaxllm.convert.tables import Field
 from jaxllm.models.granitemoehybrid_moe import GraniteMoeHybridMoeConfig
@@ -11,6 +10,8 @@ NAMES = {
     "layers.*.mlp.experts.down_proj": "layers.*.block_sparse_moe.output_linear",
 }
 
+EXPERT_INPUTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj")
+
 TABLES = (
     make_granite4_table(
         GraniteMoeHybridMoeConfig,
@@ -19,7 +20,7 @@ TABLES = (
         Field("num_experts_per_tok", "num_experts_per_tok", 2),
         layouts=(
             RenamedLayout(NAMES),
-            ExpertStackLayout("block_sparse_moe.input_linear.weight"),
+            FusedLayout("block_sparse_moe.input_linear", EXPERT_INPUTS, gate_up_rows),
             *shared_mlp("mlp.shared_experts", lambda c: (c.shared_intermediate_size,) * 2),
         ),
     ),

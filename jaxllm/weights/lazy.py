@@ -82,6 +82,14 @@ class LazyTensor:
         shape = (end - begin, *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
 
+    def unstack(self) -> list["LazyTensor"]:
+        """Return the tensors along the first axis, of which each is read alone."""
+
+        def take(one: LazyTensor) -> LazyTensor:
+            return LazyTensor(self.dtype, self.shape[1:], lambda: one.read()[0], one.release)
+
+        return [take(self.rows(i, i + 1)) for i in range(self.shape[0])]
+
     def slice_columns(self, begin: int, end: int) -> "LazyTensor":
         """Slice the last axis."""
         shape = (*self.shape[:-1], end - begin)
