@@ -139,7 +139,8 @@ class RenamedLayout:
     """Modules that a checkpoint names differently.
 
     Attributes:
-        names: The checkpoint's name of each of our modules, both with `*` for the layer number.
+        names: The checkpoint's name of each of our modules or tensors, both with `*` for the layer
+            number.
     """
 
     names: Mapping[str, str]
@@ -160,13 +161,15 @@ class RenamedLayout:
 
 
 def _rename(path: str, names: Mapping[str, str]) -> str | None:
-    """Return the path of a tensor of a renamed module; None for another's."""
-    module, _, end = path.rpartition(".")
-    number = re.search(r"(?<=layers\.)\d+", module)
-    to = names.get(module if number is None else re.sub(r"(?<=layers\.)\d+", "*", module))
-    if to is None:
-        return None
-    return f"{to if number is None else to.replace('*', number[0])}.{end}"
+    """Return the path of a renamed tensor, or of one of a renamed module; None for another."""
+    number = re.search(r"(?<=layers\.)\d+", path)
+    pattern = path if number is None else re.sub(r"(?<=layers\.)\d+", "*", path)
+    module, _, end = pattern.rpartition(".")
+    if (to := names.get(pattern)) is None:
+        if (to := names.get(module)) is None:
+            return None
+        to = f"{to}.{end}"
+    return to if number is None else to.replace("*", number[0])
 
 
 def _take_columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:

@@ -1,4 +1,4 @@
-"""Gemma 4 text checkpoints: the table of models without experts."""
+"""Gemma 4 text checkpoints: the table, and the names of experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,31 @@ from jaxllm.convert.decoders import (
     split_ropes,
     write_ropes,
 )
+from jaxllm.convert.fused_layouts import FusedLayout, RenamedLayout
 from jaxllm.convert.tables import Field
 from jaxllm.models.gemma4_text import Gemma4Config
 
 LOCAL_THETA = 10000.0
+EXPERT_FIELDS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "top_k_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
+}
+LAYOUTS = (
+    RenamedLayout(
+        {
+            "layers.*.moe": "layers.*.router",
+            "layers.*.moe.proj": "layers.*.router.proj",
+            "layers.*.moe.experts.gate_up_proj.weight": "layers.*.experts.gate_up_proj",
+            "layers.*.moe.experts.down_proj.weight": "layers.*.experts.down_proj",
+        }
+    ),
+    FusedLayout(
+        "moe.experts.gate_up_proj",
+        ("moe.experts.gate_proj", "moe.experts.up_proj"),
+        lambda config: (config.expert_size,) * 2,
+    ),
+)
 KV_HEADS = "num_global_key_value_heads"
 GLOBAL = {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
 
@@ -33,6 +54,11 @@ def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping
     fields["local_rope"] = read_rope(local, fields["max_position_embeddings"], complaints)
     if not fields["attention_k_eq_v"] or fields[KV_HEADS] is None:
         fields[KV_HEADS] = fields["num_key_value_heads"]
+    for name in EXPERT_FIELDS:
+        if not fields["enable_moe_block"]:
+            fields[name] = 1
+        elif fields[name] is None:
+            complaints.append(f"enable_moe_block requires {EXPERT_FIELDS[name]}")
     if (layers := data.get("per_layer_config")) is None:
         return
     full = [str(i) for i, kind in enumerate(fields["layer_types"]) if kind == "full_attention"]
@@ -64,7 +90,9 @@ def _write_layers(config: Gemma4Config, data: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": config.num_global_key_value_heads,
     }
     full = [i for i in range(config.num_hidden_layers) if not config.is_sliding(i)]
-    data = {**write_ropes(config, data), "per_layer_config": {str(i): own for i in full}}
+    dense = {} if config.enable_moe_block else dict.fromkeys(EXPERT_FIELDS.values())
+    data = {**write_ropes(config, data), **dense}
+    data["per_layer_config"] = {str(i): own for i in full}
     return {k: v for k, v in data.items() if k not in ("rope_theta", "rope_scaling")}
 
 
@@ -93,20 +121,20 @@ TABLES = (
         Field("use_double_wide_mlp", "use_double_wide_mlp", False),
         Field("hidden_size_per_layer_input", "hidden_size_per_layer_input", 256),
         Field("vocab_size_per_layer_input", "vocab_size_per_layer_input", 262144),
+        Field("enable_moe_block", "enable_moe_block", False),
+        *(Field(theirs, ours, None) for ours, theirs in EXPERT_FIELDS.items()),
         allowed_values={
-            "enable_moe_block": (False,),
+            "expert_intermediate_size": (None,),
             # Images in a prompt attend to each other; text does not.
             "use_bidirectional_attention": (False, "vision"),
         },
         ignored_fields=frozenset(
             {
                 "per_layer_config",
-                "num_experts",
-                "top_k_experts",
-                "moe_intermediate_size",
                 "partial_rotary_factor",
             }
         ),
+        layouts=LAYOUTS,
         architectures=("Gemma4ForCausalLM", "Gemma4TextModel"),
         classifier=None,
         prepare=_split_ropes,

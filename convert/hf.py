@@ -273,7 +273,7 @@ def write_hf(
         data = {**data, CONFIG_KEY: export.settings}
     without = export.paths if export is not None else frozenset[str]()
     stored = {path: x for path, x in checkpoint.tensors.items() if path not in without}
-    for layout in table.layouts:
+    for layout in reversed(table.layouts):
         stored = layout.write(stored, config)
     tensors = {
         table.output_name(path): table.orient_tensor(path, tensor)

@@ -341,6 +341,6 @@ def _float_linears(
         for path, shape in linears.items()
         if path not in exported
     }
-    for layout in table.layouts:
+    for layout in reversed(table.layouts):
         tensors = layout.write(tensors, config)
     return [table.output_name(path).removesuffix(".weight") for path in tensors]

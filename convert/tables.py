@@ -63,7 +63,8 @@ class Architecture(FieldTable, abc.ABC):
             Other classes may have another head or attend bidirectionally.
         classifier: The class with a score head; None: transformers has none.
         conv1d: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
-        layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.
+        layouts: Matrices that are fused in the checkpoint and separate here, or vice versa. Files
+            are read in this order and written in the reverse one.
         buffers: Regexes of buffers, which are not weights.
         prefix: The prefix of every name but the head's; a checkpoint may lack it.
         writes_prefix: Whether the prefix is written.

@@ -25,6 +25,7 @@ from jaxllm.compress.layerwise import (
     run_layerwise,
 )
 from jaxllm.compress.recipe import ModelState, StepContext
+from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig, route
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.linear import linear
@@ -56,9 +57,18 @@ def change_by_inputs(context: StepContext[Any], name: str, prepare: Prepare) -> 
 
 
 def match_expert_stacks(layer: LayerInputs, rule: str) -> list[str]:
-    """Return the expert stacks of a layer that match a rule. Raises what `check_unwrapped`
+    """Return the expert stacks of a layer that match a rule.
+
+    Raises ConfigError for experts that do not read the MLP's input, and what `check_unwrapped`
     raises.
     """
+    parallel = f"{layer.path}.moe.experts.{STACK_NAMES[0]}.weight"
+    if "experts" in layer.params.get("moe", {}) and first_match([(rule, True)], parallel):
+        raise ConfigError(
+            f"on={rule} matches experts of {layer.model.config.model_type} that do not read the"
+            " MLP's input, so that calibration does not see theirs. Leave them out, and round them"
+            " to nearest"
+        )
     if "experts" not in layer.params.get("mlp", {}):
         return []
     paths = {name: f"{layer.path}.{EXPERTS}.{name}.weight" for name in STACK_NAMES}

@@ -312,7 +312,7 @@ class Block(nn.Module):
         y = self._scale_residual(self._norm(after, attended.x))
         x = site("resid_mid", x + site("attn_out", y))
         normed = site("mlp_norm", context.gather_tokens(self._norm(before_mlp, x)))
-        y = self._scale_residual(self._norm(after_mlp, self._mlp(normed, context, site)))
+        y = self._scale_residual(self._norm(after_mlp, self._mlp(x, normed, context, site)))
         x = site("resid_post", self._finish(x + site("mlp_out", y), context))
         return Layer(attended, x, site.recorded)
 
@@ -324,11 +324,12 @@ class Block(nn.Module):
         """Return the module that mixes tokens: attention."""
         return Attention(self.config, self.precision, self.layer, name="self_attn")
 
-    def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
-        c = self.config
-        return site(
-            "mlp.output", MLP(c, self.precision, c.mlp_size(self.layer), name="mlp")(x, site)
-        )
+    def _mlp(
+        self, x: jax.Array, normed: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> jax.Array:
+        """Return the MLP's output. x: The stream before its norm."""
+        mlp = MLP(self.config, self.precision, self.config.mlp_size(self.layer), name="mlp")
+        return site("mlp.output", mlp(normed, site))
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:

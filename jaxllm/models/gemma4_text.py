@@ -1,19 +1,21 @@
-"""The dense text models of Gemma 4 (Google 2026): E2B, E4B, 12B and 31B.
+"""The text models of Gemma 4 (Google 2026): E2B, E4B, 12B, 26B-A4B and 31B.
 
 Layers with full attention have larger heads, and the last layers may read keys and values of
-earlier ones. Small models add an embedding of each token to each layer.
+earlier ones. Small models add an embedding of each token to each layer. 26B-A4B has experts beside
+each MLP.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from msgspec import Meta
 
 from jaxllm import ops
-from jaxllm.config.model import HeadCount, Positive, VocabSize
+from jaxllm.config.model import HeadCount, HiddenSize, Positive, VocabSize
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.decoder import Attention, Decoder, decoder_family
@@ -21,12 +23,14 @@ from jaxllm.models.gemma2 import GemmaConfig
 from jaxllm.models.hybrid_attention import LocalRopeConfig
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Embedding, Linear, RMSNorm, get_param
+from jaxllm.models.moe import ExpertCount, Mixture, MoEConfig, Routing
+from jaxllm.models.sites import SiteRecorder
 
 Count = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Config(LocalRopeConfig):
+class Gemma4Config(LocalRopeConfig, MoEConfig):
     """Gemma 4.
 
     Attributes:
@@ -36,11 +40,14 @@ class Gemma4Config(LocalRopeConfig):
             their type before them.
         use_double_wide_mlp: Whether the MLPs of these layers have twice as many hidden channels.
         hidden_size_per_layer_input: Size of the layers' own embeddings; 0: there are none.
+        enable_moe_block: Whether layers also have experts, of moe_intermediate_size hidden channels
+            each.
     """
 
     model_type: ClassVar[str] = "gemma4_text"
     norms: ClassVar[tuple[str | None, ...]] = GemmaConfig.norms
     qk_norm: ClassVar[str | None] = "each head"
+    router: ClassVar[str] = "proj"
 
     global_head_dim: HeadCount
     num_global_key_value_heads: HeadCount
@@ -49,6 +56,10 @@ class Gemma4Config(LocalRopeConfig):
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: Count = 0
     vocab_size_per_layer_input: VocabSize = 1
+    enable_moe_block: bool = False
+    num_experts: ExpertCount = 1
+    num_experts_per_tok: ExpertCount = 1
+    moe_intermediate_size: HiddenSize = 1
     attention_bias: bool = False
     final_logit_softcapping: Positive | None = None
 
@@ -74,6 +85,21 @@ class Gemma4Config(LocalRopeConfig):
                 f" vocab_size ({self.vocab_size})"
             )
         return complaints
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def shared_expert_size(self) -> int:
+        return self.intermediate_size if self.enable_moe_block else 0
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(count=self.num_experts_per_tok, scales_experts=True)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.enable_moe_block
 
     @property
     def _own_kv_layers(self) -> int:
@@ -156,6 +182,21 @@ class Gemma4Attention(Attention):
         return q, k, v, None
 
 
+class ParallelMoE(Mixture):
+    """Experts beside an MLP. Their router has a norm of its own."""
+
+    config: Gemma4Config
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, normed: jax.Array, position_BT: jax.Array, site: SiteRecorder
+    ) -> jax.Array:
+        """Return the weighted sum of the experts' outputs. x: What the router reads."""
+        scale_D = get_param(self, "scale", x.shape[-1])
+        routed = ops.rms_norm(x, scale_D, eps=self.config.norm_eps) * x.shape[-1] ** -0.5
+        return self._mix(routed, normed, position_BT, site)
+
+
 class Block(decoder.Block):
     """A layer that adds its own embeddings of the tokens, and scales its output."""
 
@@ -163,6 +204,18 @@ class Block(decoder.Block):
 
     def _mixer(self) -> Any:
         return Gemma4Attention(self.config, self.precision, self.layer, name="self_attn")
+
+    def _mlp(
+        self, x: jax.Array, normed: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> jax.Array:
+        y = super()._mlp(x, normed, context, site)
+        if not self.config.enable_moe_block:
+            return y
+        mixture = ParallelMoE(self.config, self.precision, name="moe")
+        read = self._norm("pre_feedforward_layernorm_2", x)
+        mixed = mixture(x, read, context.position_BT, site)
+        y = self._norm("post_feedforward_layernorm_1", y)
+        return y + self._norm("post_feedforward_layernorm_2", mixed)
 
     def _finish(self, x: jax.Array, context: AttentionContext) -> jax.Array:
         c, p, size = self.config, self.precision, self.config.hidden_size_per_layer_input
@@ -194,6 +247,14 @@ class Gemma4Decoder(Decoder):
         return tuple(both[:, :, i] for i in range(L))
 
 
+_ROW = decoder_family(Gemma4Config, Gemma4Decoder)
 FAMILY = dataclasses.replace(
-    decoder_family(Gemma4Config, Gemma4Decoder), output_scale="layer_scalar"
+    _ROW,
+    router="moe.proj",
+    output_scale="layer_scalar",
+    # A norm is between the values and `v_proj`.
+    linear_groups=tuple(
+        group._replace(source=None) if group.input == "attn.z" else group
+        for group in _ROW.linear_groups
+    ),
 )

@@ -46,6 +46,7 @@ class Routing:
         best_of_group: How many of a group's best are summed.
         normalized: Whether the weights of a token are divided by their sum plus `eps`.
         scale: Factor on the weights.
+        scales_experts: Whether the weights are also multiplied by a learned number of each expert.
     """
 
     count: int
@@ -57,6 +58,7 @@ class Routing:
     normalized: bool = True
     eps: float = 0.0
     scale: float = 1.0
+    scales_experts: bool = False
 
     def complaints(self, experts: int) -> list[str]:
         """Return what is invalid for this number of experts."""
@@ -334,29 +336,45 @@ class SelectionBias(nn.Module):
         return bias
 
 
-class MoE(nn.Module):
-    """A router and its experts, and the expert that every token uses."""
+class Mixture(nn.Module):
+    """A router and its experts."""
 
     config: MoEConfig
     precision: Precision
 
-    @nn.compact
-    def __call__(self, x: jax.Array, position_BT: jax.Array, site: SiteRecorder) -> jax.Array:
-        """Return the weighted sum of expert outputs. Padding (position -1) uses no expert."""
+    def _mix(
+        self, routed: jax.Array, x: jax.Array, position_BT: jax.Array, site: SiteRecorder
+    ) -> jax.Array:
+        """Return the weighted sum of the routed experts' outputs. Padding (position -1) uses none.
+
+        routed: What the router reads.
+        """
         c, p = self.config, self.precision
         B, T, D = x.shape
         x_TD = x.reshape(-1, D)
         router = Linear(c.num_experts, c.expert_bias, p, out_dtype="float32", name=c.router)
-        score_TE = router(x_TD)
+        score_TE = router(routed.reshape(-1, D))
         score_TE = site("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
         bias_E = SelectionBias(c.num_experts, name="selection")() if c.routing.has_bias else None
         weight_Tk, expert_Tk = route(score_TE, c.routing, bias_E)
+        if c.routing.scales_experts:
+            weight_Tk = weight_Tk * get_param(self, "per_expert_scale", c.num_experts)[expert_Tk]
         expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
         if c.capacity_factor is not None:
             expert_Tk = apply_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
         # After a reduce-scatter, a device has only its own tokens.
-        y = y_TD.astype(x.dtype).reshape(B, -1, D)
+        return y_TD.astype(x.dtype).reshape(B, -1, D)
+
+
+class MoE(Mixture):
+    """A router and its experts, and the expert that every token uses."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, position_BT: jax.Array, site: SiteRecorder) -> jax.Array:
+        """Return the weighted sum of expert outputs."""
+        c, p = self.config, self.precision
+        y = self._mix(x, x, position_BT, site)
         if c.shared_expert_size:
             shared = MLP(c, p, c.shared_expert_size, name="shared_experts")(x, site)
             if c.gates_shared_expert:
@@ -371,10 +389,13 @@ class Block(decoder.Block):
 
     config: MoEConfig
 
-    def _mlp(self, x: jax.Array, context: AttentionContext, site: SiteRecorder) -> jax.Array:
+    def _mlp(
+        self, x: jax.Array, normed: jax.Array, context: AttentionContext, site: SiteRecorder
+    ) -> jax.Array:
         if not self.config.is_moe_layer(self.layer):
-            return super()._mlp(x, context, site)
-        y: jax.Array = MoE(self.config, self.precision, name="mlp")(x, context.position_BT, site)
+            return super()._mlp(x, normed, context, site)
+        mixture = MoE(self.config, self.precision, name="mlp")
+        y: jax.Array = mixture(normed, context.position_BT, site)
         return y
 
 

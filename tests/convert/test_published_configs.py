@@ -4,7 +4,8 @@
 transformers prints them, without `_name_or_path`. These are put together from fields that public
 code and pages quote: SmolLM3-3B and its base, Granite 4.0 Micro, H 350M, H Tiny and H Small,
 4.1 and 4.2, EXAONE 4.0 1.2B, GLM-4, GLM-4.5, 4.7 and 4.7-Flash, MiniCPM3-4B, Command R7B,
-Qwen3.5-0.8B, 2B and 4B, Qwen3.6, Qwen3.8, LFM2-1.2B and 8B-A1B, and Ministral 3 3B.
+Qwen3.5-0.8B, 2B and 4B, Qwen3.6, Qwen3.8, LFM2-1.2B and 8B-A1B, Ministral 3 3B and
+Gemma 4 31B.
 """
 
 import json

@@ -68,6 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "attention_bias": True, "sliding_window": 6,
         "num_attention_heads": 4, "final_logit_softcapping": 10.0, "global_head_dim": 10,
         "num_kv_shared_layers": 1,  "vocab_size_per_layer_input": 140, "attention_k_eq_v": True,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 11,
         "hidden_size_per_layer_input": 9, "num_global_key_value_heads": 2,
         "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
         "rope_parameters": {

@@ -41,6 +41,7 @@ MODULE_NAMES = {
     "input_layernorm": ("operator_norm",),
     "gate": ("router",),
     "mlp": ("feed_forward", "block_sparse_moe", "shared_mlp"),  # Granite 4 has the sum of the last
+    "moe": ("router",),
     "norm": ("embedding_norm",),
     "post_attention_layernorm": ("ffn_norm",),
 }
