@@ -22,7 +22,7 @@ Rules = str | Sequence[tuple[str, str | None]]
 # experts. A score head has few rows, and its errors are those of the scores.
 KEPT_RULES: tuple[tuple[str, str | None], ...] = (
     (r"wpe\.weight", None),
-    (r".*mlp\.(gate|router|shared_expert_gate)\.weight", None),
+    (r".*(mlp\.(gate|router|shared_expert_gate)|moe\.proj)\.weight", None),
     (r"score\.weight", None),
 )
 # If a format's name stands for all rules: the token table and the head keep 8 bits if the other
