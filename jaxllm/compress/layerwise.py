@@ -7,7 +7,7 @@ layer runs once more to produce the next layer's inputs.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -50,11 +50,11 @@ class LayerInputs:
     def sites(self) -> tuple[LinearGroup, ...]:
         """The layer's linears grouped by their inputs, in the order they run, without experts."""
         groups = models.get_family(self.model.config.model_type).linear_groups
-        found = (g._replace(linears=self._present(g.linears)) for g in groups)
-        return tuple(group for group in found if group.linears)
-
-    def _present(self, linears: Sequence[str]) -> tuple[str, ...]:
-        return tuple(linear for linear in linears if has_weight(self.params, linear))
+        return tuple(
+            g._replace(linears=tuple(x for x in g.linears if has_weight(self.params, x)))
+            for g in groups
+            if has_weight(self.params, g.linears[0])
+        )
 
     def input_stats(self, params: Params, site: LinearGroup) -> InputStats:
         """Return the input statistics of a site's linears, given the layer's parameters.

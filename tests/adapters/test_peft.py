@@ -29,6 +29,7 @@ from jaxllm.models import FAMILIES, build
 from jaxllm.models.moe import MoEConfig
 from tests.adapters.random_adapters import load_in_peft, random_adapter, with_one
 from tests.tiny_models import (
+    LATENTS,
     RECURRENT,
     Twin,
     assert_close,
@@ -183,13 +184,21 @@ EACH_FAMILY = [
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_adapters_of_each_family_equal_peft(family: str, tmp_path: Path) -> None:
-    """On all linears; with experts, which PEFT would adapt too, on those of attention or more."""
+    """On all linears; with experts, which PEFT would adapt too, on those of attention or more.
+    `kv_b_proj` of latent attention is refused, since it is two linears of heads here.
+    """
     save_random(tmp_path, family)
     twin = load_twin(tmp_path)
     output = "out_proj" if family == "lfm2_moe" else "o_proj"
     linears = ["q_proj", output] if isinstance(twin.config, MoEConfig) else "all-linear"
     if family == "qwen3_next":  # runs of two fused linears
         linears = [*linears, "in_proj_qkvz", "in_proj_ba"]
+    if family in LATENTS:
+        query = ["q_a_proj", "q_b_proj"] if twin.config.q_lora_rank else ["q_proj"]
+        linears = [*query, "kv_a_proj_with_mqa", "o_proj"]
+        refused = adapted_by_peft(twin, seed=1, target_modules=["kv_b_proj"], r=2)
+        with pytest.raises(CheckpointError, match="'kv_b_proj' matches no module"):
+            read_adapter(saved(refused, tmp_path / "refused"), twin.config, twin.params)
     theirs = adapted_by_peft(twin, seed=1, target_modules=linears, r=2)
     adapter = read_adapter(saved(theirs, tmp_path / "theirs"), twin.config, twin.params)
     chosen = with_one(twin.config, twin.params, adapter)

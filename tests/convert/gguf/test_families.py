@@ -204,7 +204,8 @@ def snapped(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     for name, array in tensors.items():
-        if array.ndim > 1 and not name.endswith(".gate.weight"):  # not the router
+        # Neither routers nor convolutions.
+        if array.ndim > 1 and not name.endswith((".gate.weight", ".conv.weight")):
             raw = gguf.quants.quantize(array.astype(np.float32), kind)
             tensors[name] = gguf.quants.dequantize(raw, kind).reshape(array.shape)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
@@ -219,7 +220,7 @@ def test_q8_0_families_equal_transformers(family: str, directory: Any, tmp_path:
     lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw))
     expected = dict(flatten(jaxllm.load(source).params))
     kept = {path for path, x in flatten(lm.params) if weight_format(x) == "int8-g32-f16"}
-    vectors = ("norm", "bias", "mlp.gate.weight")
+    vectors = ("norm", "bias", "mlp.gate.weight", "conv.conv")
     assert kept == {path for path in expected if not any(name in path for name in vectors)}
     for path in kept:  # bit for bit, rows in order
         np.testing.assert_array_equal(
