@@ -24,12 +24,14 @@ from jaxllm.cache.operations import (
     slot_order,
 )
 from jaxllm.cache.prefix_cache import PrefixCache
+from jaxllm.cache.state_rewind import Mark, mark
 from jaxllm.cache.token_merging import pool
 from jaxllm.cache.tree import init_tree
 
 __all__ = [
     "Delta",
     "KVCache",
+    "Mark",
     "PrefixCache",
     "Segment",
     "branch",
@@ -46,6 +48,7 @@ __all__ = [
     "init_tree",
     "keep",
     "load_cache",
+    "mark",
     "merge_rows",
     "patch",
     "pool",

@@ -26,7 +26,7 @@ from jaxllm.cache.kv import (
     cull_mark,
     merge_labels,
 )
-from jaxllm.cache.state_rewind import rewind_state
+from jaxllm.cache.state_rewind import Mark, check_mark, rewind_state
 from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dequantize, rerotate
@@ -45,25 +45,30 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     written again. Keys and values are shared with `cache`. A recurrent layer's state is rewound to
     any position since the last multiple of 64, exactly, and to 0. Infini-attention's is rewound
     within the current segment, exactly to its start and otherwise up to the rounding of the cache's
-    dtype.
+    dtype. A `mark` takes any state back, exactly.
 
     Args:
-        n, to: An integer, or one per row `[B]`.
+        n, to: An integer, or one per row `[B]`. `to` can also be a `Mark` of this text.
 
     Raises:
         CapacityError: A position is before the first or after the last.
-        CacheMismatchError: The cache has a state that cannot be rewound so far.
+        CacheMismatchError: The cache has a state that cannot be rewound so far, or its text does
+            not continue the mark's.
     """
     check_usable(cache)
     if (n is None) == (to is None):
         raise CapacityError("rewind needs either n (how many positions) or to (which position)")
     old_B = cache.next_position_B
-    rows = cache.batch
+    rows, place = cache.batch, to if isinstance(to, Mark) else None
+    if place is not None:
+        check_mark(cache, place)
+        to = place.next_position_B
     next_B = old_B - _to_int32("n", n, rows) if to is None else _to_int32("to", to, rows)
     next_B = jnp.broadcast_to(next_B, old_B.shape)
     if _is_concrete(next_B, old_B) and (int(next_B.min()) < 0 or bool((next_B > old_B).any())):
         raise CapacityError(f"cannot rewind from positions {old_B.tolist()} to {next_B.tolist()}")
-    state = rewind_state(cache, next_B)
+    # Steps may donate the arrays of the result, and the mark stays.
+    state = rewind_state(cache, next_B) if place is None else jax.tree.map(jnp.copy, place.state)
 
     def rewind_positions(position_BS: jax.Array) -> jax.Array:
         was_BS = jnp.where(position_BS < EMPTY, cull_mark(position_BS), position_BS)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from jaxllm.cache.kv import KVCache, check_no_state
+from jaxllm.cache.kv import KVCache, check_no_state, check_usable
 from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError
 from jaxllm.ops.compressive import Memory, Update, discard_segment, write
@@ -21,6 +22,53 @@ from jaxllm.ops.kv_quant import concat_slots, dequantize
 from jaxllm.ops.recurrent import RecurrentState, drop
 from jaxllm.ops.rope import inverse_frequencies, rerotate
 from jaxllm.runtime.multihost import to_host
+
+
+class Mark(struct.PyTreeNode):
+    """A place in a text, to which `rewind` returns from any later one.
+
+    It has a copy of the layers' states, and the tokens up to there, but no keys and values.
+
+    Attributes:
+        next_position_B: int32, the next position of each row.
+        position_BS, token_BS: int32, of the cache's slots; see `Segment`.
+        state: Each layer's state, `KVCache.state`.
+    """
+
+    next_position_B: jax.Array
+    position_BS: jax.Array
+    token_BS: jax.Array
+    state: tuple[Any, ...]
+
+
+def mark(cache: KVCache) -> Mark:
+    """Return the cache's place in the text, for `rewind(cache, to=mark)`.
+
+    Models with recurrent layers need it to go back to before the last multiple of 64 tokens.
+    """
+    check_usable(cache)
+    place = Mark(cache.next_position_B, cache.position_BS, cache.token_BS, cache.state)
+    copied: Mark = jax.tree.map(jnp.copy, place)  # steps may donate the cache's arrays
+    return copied
+
+
+def check_mark(cache: KVCache, place: Mark) -> None:
+    """Raise CacheMismatchError unless the cache's text continues that of the mark."""
+    theirs = to_host((place.position_BS, place.token_BS))
+    ours = to_host((cache.position_BS, cache.token_BS))
+    if len(theirs[0]) != cache.batch:
+        raise CacheMismatchError(f"the mark has {len(theirs[0])} rows, the cache {cache.batch}")
+    for row, limit in enumerate(to_host(place.next_position_B)):
+        texts = []
+        for position_BS, token_BS in (theirs, ours):
+            at = np.flatnonzero((position_BS[row] >= 0) & (position_BS[row] < limit))
+            at = at[np.argsort(position_BS[row, at])]
+            texts.append((position_BS[row, at], token_BS[row, at]))
+        if not all(np.array_equal(*pair) for pair in zip(*texts, strict=True)):
+            raise CacheMismatchError(
+                f"rewind: the text of row {row} does not continue that of the mark, which has"
+                f" {limit} positions"
+            )
 
 
 def rewind_state(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
@@ -75,7 +123,8 @@ def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> No
             raise CacheMismatchError(
                 f"rewind: row {row} cannot go back to position {to}: its state can be rewound to"
                 f" {begin}, the start of the current {part}, since additions of finished {part}s"
-                " cannot be removed. Continue from a cache that was forked or saved before"
+                " cannot be removed. Go back to a `mark` of that time, or continue from a cache"
+                " that was forked or saved before"
             )
         if sums_tokens:
             continue

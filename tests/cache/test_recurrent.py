@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import branch, compact, drop_range, fork, keep, merge_rows, patch, rewind, select
+from jaxllm.cache import (
+    branch,
+    compact,
+    drop_range,
+    fork,
+    keep,
+    mark,
+    merge_rows,
+    patch,
+    rewind,
+    select,
+)
 from jaxllm.cache.files import load_cache, save_cache
 from jaxllm.cache.state_rewind import rewind_limit
 from jaxllm.cache.tree import init_tree
@@ -162,8 +173,34 @@ def test_rewinding_beyond_the_chunk_is_refused_except_to_the_beginning(lm: Any) 
     with pytest.raises(CacheMismatchError, match=rf"rewound to {CHUNK}, the start of the current"):
         rewind(cache, to=CHUNK - 1)
     assert_same_state(rewind(cache, to=0), plain[0][1])
+    with pytest.raises(CacheMismatchError, match="Go back to a `mark`"):
+        rewind(cache, 10)
     full = plain[CHUNK][1]  # the chunk ends when the next token comes
     assert_same_state(rewind(full, to=1), rewind(plain[1][1], 0))
+
+
+def test_marks_return_to_any_place_of_the_text(lm: Any) -> None:
+    """From later chunks, of copies and after steps that donate; a mark stays, and another text's
+    is refused.
+    """
+    plain, text = walk(lm[0].config.model_type), tokens(1, LENGTH)[0]
+    place = mark(plain[5][1])
+    cache = compact(fork(plain[CHUNK + 5][1], 1), capacity=LENGTH + 4)
+    for _ in range(2):
+        cache = rewind(cache, to=place)
+        assert_same_state(cache, plain[5][1])
+        np.testing.assert_array_equal(cache.position_BS >= 0, plain[5][1].position_BS >= 0)
+        for at in range(5, 9):
+            logits, cache = step(lm, cache, [text[at]])
+            np.testing.assert_array_equal(logits, plain[at + 1][0])
+        assert_same_state(rewind(cache, to=7), rewind(plain[7][1], 0))
+    other = step(lm, plain[4][1], [int(text[4]) ^ 1])[1]
+    with pytest.raises(CacheMismatchError, match="row 0 does not continue that of the mark"):
+        rewind(other, to=place)
+    with pytest.raises(CacheMismatchError, match="does not continue"):
+        rewind(plain[4][1], to=place)
+    with pytest.raises(CacheMismatchError, match="the mark has 1 rows, the cache 2"):
+        rewind(fork(other, 2), to=place)
 
 
 def test_padded_rows_equal_single_rows(lm: Any) -> None:
