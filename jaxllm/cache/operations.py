@@ -62,13 +62,13 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     rows, place = cache.batch, to if isinstance(to, Mark) else None
     if place is not None:
         check_mark(cache, place)
+        place = jax.tree.map(jnp.copy, place)  # steps may donate the arrays of the result
         to = place.next_position_B
     next_B = old_B - _to_int32("n", n, rows) if to is None else _to_int32("to", to, rows)
     next_B = jnp.broadcast_to(next_B, old_B.shape)
     if _is_concrete(next_B, old_B) and (int(next_B.min()) < 0 or bool((next_B > old_B).any())):
         raise CapacityError(f"cannot rewind from positions {old_B.tolist()} to {next_B.tolist()}")
-    # Steps may donate the arrays of the result, and the mark stays.
-    state = rewind_state(cache, next_B) if place is None else jax.tree.map(jnp.copy, place.state)
+    state = rewind_state(cache, next_B) if place is None else place.state
 
     def rewind_positions(position_BS: jax.Array) -> jax.Array:
         was_BS = jnp.where(position_BS < EMPTY, cull_mark(position_BS), position_BS)
