@@ -11,7 +11,7 @@ import transformers
 import jaxllm
 from jaxllm.convert.hf import read_config
 from jaxllm.errors import UnusedSettingsWarning
-from tests.tiny_models import GEMMA, LLAMA, ROPES, SQUARE, VOCAB, random_torch_model, tokens
+from tests.tiny_models import GEMMA, KINDS, LLAMA, ROPES, SQUARE, VOCAB, random_torch_model, tokens
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 8}
 VISION |= {"num_hidden_layers": 1, "patch_size": 4}
@@ -22,6 +22,11 @@ MINISTRAL = {**ROPES["yarn"], "original_max_position_embeddings": 8, "llama_4_sc
 # Class of transformers -> (text model, vision model), and the family that reads the text model.
 TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Gemma3": ({**GEMMA, "sliding_window_pattern": 3}, VISION, "gemma3_text"),
+    "Gemma4": (
+        KINDS["gemma4_text"][1],
+        {**VISION, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8},
+        "gemma4_text",
+    ),
     "Mistral3": ({**LLAMA, "model_type": "mistral"}, VISION, "llama"),
     "Mistral3 of Ministral": (
         {**LLAMA, "model_type": "ministral3", "rope_parameters": MINISTRAL},
