@@ -13,6 +13,7 @@ T = TypeVar("T")
 # The text model's own model_type, if it is not a family's name: the family.
 _FAMILIES = {
     "exaone4_5_text": "exaone4",
+    "gemma4_unified_text": "gemma4_text",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -28,6 +29,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+    },
+    "gemma4_unified_text": {
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
     },
 }
 # The parts of the file that are not text models.
@@ -47,7 +53,7 @@ _TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
 _HEAD = re.compile(r"language_model\.(?=lm_head\.)")
 _OTHER_TENSORS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
-    r"|embed_vision|embed_audio|vision_embed_tokens|mtp)\."
+    r"|embed_vision|embed_audio|vision_embed_tokens|vision_embedder|audio_embedder|mtp)\."
 )
 
 
@@ -76,7 +82,7 @@ def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     ignored |= {name for name in text if name.endswith("_token_id") and name not in _SHARED}
     text = {name: value for name, value in text.items() if name not in ignored}
     plain = drop_mrope(text)
-    return {**_DEFAULTS.get(family, {}), **plain, "model_type": family}
+    return {**_DEFAULTS.get(kind, {}), **plain, "model_type": family}
 
 
 def drop_mrope(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,15 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**VISION, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8},
         "gemma4_text",
     ),
+    "Gemma4Unified": (
+        {
+            **{k: v for k, v in KINDS["gemma4_text"][1].items() if "per_layer_input" not in k},
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+        },
+        {},
+        "gemma4_text",
+    ),
     "Mistral3": ({**LLAMA, "model_type": "mistral"}, VISION, "llama"),
     "Mistral3 of Ministral": (
         {**LLAMA, "model_type": "ministral3", "rope_parameters": MINISTRAL},
