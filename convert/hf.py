@@ -41,7 +41,7 @@ from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
 from jaxllm.convert.rotary_pairs import sort_quantized
 from jaxllm.convert.score_head import read_score_head, write_score_head
-from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
+from jaxllm.convert.tables import HEAD, Architecture, is_unread, unknown_fields
 from jaxllm.convert.text_tower import (
     OTHER_TOWERS,
     is_multimodal,
@@ -305,7 +305,7 @@ def _rename_tensors(
     renamed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         path = HEAD if name == table.head else name.removeprefix(table.prefix)
-        if any(re.fullmatch(regex, path) for regex in table.buffers):
+        if any(re.fullmatch(regex, path) for regex in table.buffers) or is_unread(path, config):
             continue
         if path.endswith(".weight_shape"):  # of compressed-tensors; config.json implies it
             continue

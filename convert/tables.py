@@ -18,6 +18,7 @@ REQUIRED = object()  # as a default: the field must be present
 Interval = Annotated[int, Meta(ge=1)]  # in layers; it may exceed their number
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
+_KEYS = re.compile(r"layers\.(\d{1,4})\.self_attn\.[kv]_(?:proj|norm)\..+")
 
 
 class Field(NamedTuple):
@@ -258,3 +259,13 @@ def refuse(what: str, complaints: list[str]) -> None:
     """Raise ConfigError with all complaints, if there are any."""
     if complaints:
         raise ConfigError(f"{what}: {'; '.join(complaints)}")
+
+
+def is_unread(path: str, config: ModelConfig) -> bool:
+    """Return whether a tensor makes keys or values in a layer that reads those of an earlier one.
+
+    Google's files of Gemma 4 have such tensors, those of transformers have not.
+    """
+    found = _KEYS.fullmatch(path)
+    layer = int(found[1]) if found else config.num_hidden_layers
+    return layer < config.num_hidden_layers and config.kv_source(layer) != layer

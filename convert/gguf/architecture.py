@@ -1,7 +1,7 @@
 """The columns of the table of GGUF architectures, and parts shared by all rows."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxllm.convert.fused_layouts import Layout
@@ -9,6 +9,8 @@ from jaxllm.convert.gguf.names import ModuleRow
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
 
+MAX_LAYERS = 1024
+KV_HEADS = "attention.head_count_kv"
 NEXT_TOKEN_LAYERS = "nextn_predict_layers"  # further tokens' (MTP), counted as blocks
 SILU = {"hidden_act": "silu"}
 # From fields and from keys (without the architecture) to derived fields.
@@ -25,6 +27,8 @@ class GGUFArchitecture:
         fields: GGUF's keys, our fields, and defaults.
         constants: Fields that llama.cpp supports with one value only.
         tensor_flags: Fields that are true if a tensor is present.
+        read_names: Returns fields that the names of the tensors decide.
+        head_dim: The field of the head size that rotary settings and `attention.key_length` have.
         allowed_values: Keys that may only have these values.
         uses_rope: Whether it uses RoPE.
         partial_rotary: Whether RoPE may rotate only a part of each head.
@@ -42,6 +46,8 @@ class GGUFArchitecture:
     fields: tuple[Field, ...]
     constants: Mapping[str, Any] = dataclasses.field(default_factory=lambda: SILU)
     tensor_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read_names: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
+    head_dim: str = "head_dim"
     allowed_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     uses_rope: bool = True
     partial_rotary: bool = False
@@ -53,13 +59,36 @@ class GGUFArchitecture:
     write_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
+def layer_range(count: Any) -> range:
+    """Return the layer numbers; none for an invalid count, which is refused later."""
+    return range(count) if type(count) is int and count <= MAX_LAYERS else range(0)
+
+
+def layer_types(count: Any, slides: Callable[[int], bool]) -> tuple[str, ...]:
+    kinds = ("full_attention", "sliding_attention")
+    return tuple(kinds[slides(i)] for i in layer_range(count))
+
+
+def read_pattern(data: Mapping[str, Any], count: Any, period: int) -> tuple[str, ...]:
+    """Return the layer types by the file's pattern, or of layers of which each `period`th is full.
+
+    An invalid pattern gives none.
+    """
+    pattern = data.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
+        return layer_types(count, lambda i: pattern[i])
+    if type(pattern) is int and pattern > 0:
+        return layer_types(count, lambda i: (i + 1) % pattern != 0)
+    return ()
+
+
 # Fields that all architectures share.
 SIZE_FIELDS = (
     Field("embedding_length", "hidden_size", REQUIRED),
     Field("feed_forward_length", "intermediate_size", REQUIRED),
     Field("block_count", "num_hidden_layers", REQUIRED),
     Field("attention.head_count", "num_attention_heads", REQUIRED),
-    Field("attention.head_count_kv", "num_key_value_heads", None),  # as many as query heads
+    Field(KV_HEADS, "num_key_value_heads", None),  # as many as query heads
     Field("attention.key_length", "head_dim", None),  # embedding_length / attention.head_count
     Field("context_length", "max_position_embeddings", REQUIRED),
 )

@@ -1,18 +1,27 @@
 """The table of GGUF architectures: what llama.cpp computes for each, as a configuration."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf import names
-from jaxllm.convert.gguf.architecture import NEXT_TOKEN_LAYERS, SILU, SIZE_FIELDS, GGUFArchitecture
+from jaxllm.convert.gguf.architecture import (
+    KV_HEADS,
+    NEXT_TOKEN_LAYERS,
+    SILU,
+    SIZE_FIELDS,
+    GGUFArchitecture,
+    layer_range,
+    layer_types,
+    read_pattern,
+)
+from jaxllm.convert.gguf.gemma4 import GEMMA4
 from jaxllm.convert.gguf.recurrent import RecurrentLayout
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
 
-MAX_LAYERS = 1024
 RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
 LAYER_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
 SLIDING_WINDOW = Field("attention.sliding_window", "sliding_window", None)
@@ -20,7 +29,7 @@ EXPERTS = (
     Field("expert_count", "num_experts", REQUIRED),
     Field("expert_used_count", "num_experts_per_tok", REQUIRED),
 )
-RECURRENT_LAYERS, KV_HEADS = "attention.recurrent_layers", "attention.head_count_kv"
+RECURRENT_LAYERS = "attention.recurrent_layers"
 DENSE_LAYERS = "leading_dense_block_count"
 BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
@@ -45,31 +54,8 @@ ROUTING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _layer_range(count: Any) -> range:
-    """Return the layer numbers; none for an invalid count, which is refused later."""
-    return range(count) if type(count) is int and count <= MAX_LAYERS else range(0)
-
-
-def _layer_types(count: Any, slides: Callable[[int], bool]) -> tuple[str, ...]:
-    kinds = ("full_attention", "sliding_attention")
-    return tuple(kinds[slides(i)] for i in _layer_range(count))
-
-
 def _full_attention(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _layer_types(fields["num_hidden_layers"], lambda i: False)}
-
-
-def _read_pattern(data: Mapping[str, Any], count: Any, period: int) -> tuple[str, ...]:
-    """Return the layer types by the file's pattern, or of layers of which each `period`th is full.
-
-    An invalid pattern gives none.
-    """
-    pattern = data.get("attention.sliding_window_pattern", period)
-    if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
-        return _layer_types(count, lambda i: pattern[i])
-    if type(pattern) is int and pattern > 0:
-        return _layer_types(count, lambda i: (i + 1) % pattern != 0)
-    return ()
+    return {"layer_types": layer_types(fields["num_hidden_layers"], lambda i: False)}
 
 
 def _derive_gemma(
@@ -84,7 +70,7 @@ def _derive_gemma(
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if count == largest_layers and type(hidden) is int and type(heads) is int and heads > 0:
         share = hidden // heads
-    return {"query_pre_attn_scalar": share, "layer_types": _read_pattern(data, count, period)}
+    return {"query_pre_attn_scalar": share, "layer_types": read_pattern(data, count, period)}
 
 
 def _derive_gemma2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +87,7 @@ def _derive_olmo3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[st
     """Every fourth layer has full attention, and the scaling; the others plain rotary settings."""
     rope = fields["rope"]
     local = Rope(rope_type="default", rope_theta=rope.rope_theta) if rope else None
-    types = _read_pattern(data, fields["num_hidden_layers"], 4)
+    types = read_pattern(data, fields["num_hidden_layers"], 4)
     return {"layer_types": types, "local_rope": local}
 
 
@@ -109,17 +95,17 @@ def _derive_exaone4(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     """If there is a window, every fourth layer has full attention."""
     if fields["sliding_window"] is None:
         return _full_attention(fields, data)
-    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 4)}
+    return {"layer_types": read_pattern(data, fields["num_hidden_layers"], 4)}
 
 
 def _derive_cohere2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 4)}
+    return {"layer_types": read_pattern(data, fields["num_hidden_layers"], 4)}
 
 
 def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Disable RoPE in every fourth layer."""
     count = fields["num_hidden_layers"]
-    turns = tuple((i + 1) % 4 != 0 for i in _layer_range(count))
+    turns = tuple((i + 1) % 4 != 0 for i in layer_range(count))
     return {**_full_attention(fields, data), "turns": turns}
 
 
@@ -128,17 +114,17 @@ def _derive_glm4_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict
     count = _without_next_tokens(fields["num_hidden_layers"], data)
     dense = data.get(DENSE_LAYERS, fields.get("mlp_layer_types", ()).count("dense"))
     kinds = ("sparse", "dense")
-    types = tuple(kinds[type(dense) is int and i < dense] for i in _layer_range(count))
+    types = tuple(kinds[type(dense) is int and i < dense] for i in layer_range(count))
     return {"num_hidden_layers": count, "mlp_layer_types": types}
 
 
 def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     count = fields["num_hidden_layers"]
-    return {"mlp_layer_types": tuple("sparse" for _ in _layer_range(count))}
+    return {"mlp_layer_types": tuple("sparse" for _ in layer_range(count))}
 
 
 def _derive_gpt_oss(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _read_pattern(data, fields["num_hidden_layers"], 2)}
+    return {"layer_types": read_pattern(data, fields["num_hidden_layers"], 2)}
 
 
 def _without_next_tokens(count: Any, data: Mapping[str, Any]) -> Any:
@@ -157,7 +143,7 @@ def _derive_qwen3_5(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     count = _without_next_tokens(fields["num_hidden_layers"], data)
     every, listed = data.get("full_attention_interval", 4), data.get(RECURRENT_LAYERS)
     if listed is None and type(every) is int and every > 0:
-        listed = [(i + 1) % every != 0 for i in _layer_range(count)]
+        listed = [(i + 1) % every != 0 for i in layer_range(count)]
     kinds = ("full_attention", "linear_attention")
     H, N = (fields[f"linear_num_{x}_heads"] for x in ("key", "value"))
     return {
@@ -182,7 +168,7 @@ def _derive_lfm2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str
     """Layers with 0 key/value heads are convolutions."""
     each = data.get(KV_HEADS, fields["num_attention_heads"])
     if not isinstance(each, tuple):
-        each = tuple(each for _ in _layer_range(fields["num_hidden_layers"]))
+        each = tuple(each for _ in layer_range(fields["num_hidden_layers"]))
     heads = tuple(x for x in each if type(x) is int)
     return {
         "num_key_value_heads": max(heads, default=0),
@@ -321,6 +307,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         derive_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
         tensor_flags=BIAS_TENSORS,
     ),
+    "gemma4": GEMMA4,
     "mistral3": GGUFArchitecture(
         family=FAMILIES["ministral3"],
         modules=names.LLAMA,

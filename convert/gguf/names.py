@@ -195,6 +195,20 @@ GPT_OSS = (
 )
 GEMMA2 = _offset_norms((*_EMBEDDINGS[:2], *_PRE_POST_NORMS, *_QKVO, *_GATED_MLP))  # always tied
 GEMMA3 = _offset_norms((*_EMBEDDINGS, *_PRE_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP))
+GEMMA4 = (
+    *_EMBEDDINGS,
+    *_PRE_POST_NORMS,
+    *_QKVO,
+    *_QK_NORMS,
+    *_GATED_MLP,
+    ModuleRow("embed_tokens_per_layer", "per_layer_token_embd"),
+    ModuleRow("per_layer_model_projection", "per_layer_model_proj"),
+    ModuleRow("per_layer_projection_norm", "per_layer_proj_norm"),
+    ModuleRow("layers.*.per_layer_input_gate", "blk.*.inp_gate"),
+    ModuleRow("layers.*.per_layer_projection", "blk.*.proj"),
+    ModuleRow("layers.*.post_per_layer_input_norm", "blk.*.post_norm"),
+    ModuleRow("layers.*.layer_scalar", "blk.*.layer_output_scale.weight"),
+)
 EXAONE4 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)
 SEED_OSS = (*_EMBEDDINGS, _NORMS[0], _POST_NORMS[0], *_QKVO, *_GATED_MLP)
 OLMO2 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)

@@ -31,6 +31,7 @@ from jaxllm.convert.gguf.settings import find_architecture, read_config, unknown
 from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.tokenizer_read import find_ends
 from jaxllm.convert.gptq_awq import make_rules
+from jaxllm.convert.tables import is_unread
 from jaxllm.errors import CheckpointError, LargerWeightsWarning
 from jaxllm.files import path_inside
 from jaxllm.models import build, param_shapes
@@ -76,6 +77,8 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
     for match in names.match_names(row.modules, model):
         if isinstance(match, str):
             complaints.append(f"{match} is not part of this model")
+            continue
+        if is_unread(match.path, config):
             continue
         header, entry = stored[match.name]
         placed = _locate_tensor(header, entry, match, config, complaints)

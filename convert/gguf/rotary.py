@@ -13,6 +13,7 @@ FREQS = "rope_freqs.weight"
 # LongRoPE's divisors: for texts within the original context, and for longer ones.
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 DIVISOR_TENSORS = (FREQS, SHORT, LONG)
+NO_ROTATION = 1e30  # the divisor of frequencies of zero
 _SCALING = "rope.scaling."
 _FACTOR, _CONTEXT = f"{_SCALING}factor", f"{_SCALING}original_context_length"
 _MAGNITUDE = f"{_SCALING}attn_factor"
@@ -108,10 +109,12 @@ def read_rope(
         if fields["rope_type"] != "default":
             complaints.append(f"{FREQS} with {_SCALING}type {kind!r} is not supported")
             return None
-        fields |= _match_llama3(fields["rope_theta"], freqs) or {
-            "rope_type": "divisors",
-            "divisors": tuple(float(x) for x in freqs),
-        }
+        theta = fields["rope_theta"]
+        fields |= (
+            _match_proportional(theta, freqs)
+            or _match_llama3(theta, freqs)
+            or {"rope_type": "divisors", "divisors": tuple(float(x) for x in freqs)}
+        )
     try:
         return Rope(**fields)
     except ConfigError as error:
@@ -140,6 +143,8 @@ def write_rope(
                 rope.divisors if rope.rope_type == "divisors" else _llama3_divisors(rope, head_dim)
             )
             return settings, {FREQS: np.asarray(exact, np.float32)}
+        case "proportional":
+            return settings, {FREQS: _proportional_divisors(rope, head_dim)}
         case "yarn":
             scales = rope.mscale, rope.mscale_all_dim
             is_unit = unit_magnitude and scales == (1, 1)
@@ -181,6 +186,23 @@ def _read_longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) 
         if abs(said - computed) <= 2e-6 * computed:
             return fields
     return {**fields, "attention_factor": said}
+
+
+def _match_proportional(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
+    """Return the fields of proportional rotation if it gives these divisors, else None."""
+    turned, first = int((freqs < NO_ROTATION / 2).sum()), float(freqs[0])
+    if not 0 < turned < freqs.size:
+        return None
+    fields: dict[str, Any] = {"rope_type": "proportional"}
+    fields |= {"partial_rotary_factor": turned / freqs.size}
+    fields |= {"factor": first} if first != 1 else {}
+    expected = _proportional_divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
+    return fields if (expected == freqs).all() else None
+
+
+def _proportional_divisors(rope: Rope, head_dim: int) -> np.ndarray:
+    turned, _ = inverse_frequencies(rope, head_dim=head_dim)
+    return np.where(turned > 0, rope.factor or 1.0, NO_ROTATION).astype(np.float32)
 
 
 def _match_llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:

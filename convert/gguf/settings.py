@@ -13,8 +13,14 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.model import ModelConfig, Rope
-from jaxllm.convert.gguf.architecture import ALLOWED, IGNORED, MATH_PREFIXES, GGUFArchitecture
-from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, VARIANTS
+from jaxllm.convert.gguf.architecture import (
+    ALLOWED,
+    IGNORED,
+    MATH_PREFIXES,
+    MAX_LAYERS,
+    GGUFArchitecture,
+)
+from jaxllm.convert.gguf.families import ARCHITECTURES, VARIANTS
 from jaxllm.convert.gguf.header import GGUFHeader, TensorInfo
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER, ROPE_KEYS, read_rope, write_rope
 from jaxllm.convert.tables import REQUIRED, refuse
@@ -109,28 +115,30 @@ def read_config(
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if fields.get("num_key_value_heads", 0) is None:
         fields["num_key_value_heads"] = heads
-    if fields["head_dim"] is None:
+    if fields[row.head_dim] is None:
         if type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
             refuse(
                 where, [f"embedding_length {hidden!r:.20} is not a multiple of head_count {heads}"]
             )
-        fields["head_dim"] = hidden // heads
+        fields[row.head_dim] = hidden // heads
+    size = fields[row.head_dim]
     fields |= {"vocab_size": entries[TOKEN_TABLE].shape[0], **row.constants}
     fields |= {field: tensor in entries for field, tensor in row.tensor_flags.items()}
+    fields |= row.read_names(entries)
     fields["tie_word_embeddings"] = "output.weight" not in entries
     if "attention_multiplier" in fields and fields["attention_multiplier"] is None:
-        fields["attention_multiplier"] = float(fields["head_dim"] ** -0.5)
+        fields["attention_multiplier"] = float(size**-0.5)
     rotary_keys = ["rope.dimension_count"] if row.uses_rope and not row.partial_rotary else []
     for key in ("attention.value_length", *rotary_keys):
-        if data.get(key, fields["head_dim"]) != fields["head_dim"]:
-            complaints.append(
-                f"{begins}{key} is not supported: got {data[key]!r:.20}, expected the head size"
-                f" {fields['head_dim']}"
-            )
+        for name, expected in ((key, size), (f"{key}_swa", fields["head_dim"])):
+            if data.get(name, expected) != expected:
+                complaints.append(
+                    f"{begins}{name} is not supported: got {data[name]!r:.20}, expected the head"
+                    f" size {expected}"
+                )
     if row.uses_rope:
-        share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial_rotary else None
-        dims = (share, fields["head_dim"])
-        rope = read_rope(data, divisors, begins, complaints, dims, row.allowed_values)
+        share = data.get("rope.dimension_count", size) if row.partial_rotary else None
+        rope = read_rope(data, divisors, begins, complaints, (share, size), row.allowed_values)
         if rope is not None and rope.rope_type == "yarn" and not row.truncates_yarn:
             rope = dataclasses.replace(rope, truncate=False)
         fields["rope"] = rope
@@ -166,8 +174,9 @@ def write_config(
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {key: getattr(config, name) for key, name, *_ in row.fields}
-    values |= keys | {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
-    if not any(slides):
+    head_dim = getattr(config, row.head_dim)
+    values |= keys | {"attention.value_length": head_dim, "vocab_size": config.vocab_size}
+    if row.writes_pattern and not any(slides):
         values.pop("attention.sliding_window_pattern", None)
     for key, value in values.items():
         if isinstance(value, tuple):
@@ -180,9 +189,9 @@ def write_config(
             if rope.truncate is not False:
                 complaints.append(f"YaRN's truncate {rope.truncate}")
             rope = dataclasses.replace(rope, truncate=None)
-        settings, divisors = write_rope(rope, config.head_dim, context, complaints, unit)
-        turned = rope.rotary_dim(config.head_dim)
-        if turned != config.head_dim and not row.partial_rotary:
+        settings, divisors = write_rope(rope, head_dim, context, complaints, unit)
+        turned = rope.rotary_dim(head_dim)
+        if turned != head_dim and not row.partial_rotary:
             complaints.append(f"partial_rotary_factor {rope.partial_rotary_factor!r}")
         values |= {"rope.dimension_count": turned, **settings}
     if complaints:

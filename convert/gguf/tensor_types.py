@@ -41,7 +41,8 @@ def _choose_mixture_type(kind: str, name: str, config: ModelConfig) -> str:
     number = re.match(r"blk\.(\d+)\.", name)
     more = number is not None and _needs_more_bits(int(number[1]), layers)
     module = name.removesuffix(".weight").rpartition(".")[2]
-    if module == "output" or (module == "token_embd" and config.tie_word_embeddings):
+    tables = ("token_embd", "per_layer_token_embd")
+    if module == "output" or (module in tables and config.tie_word_embeddings):
         return "Q6_K"
     if module in ("attn_v", "attn_k") and experts == 8:
         return "Q8_0"

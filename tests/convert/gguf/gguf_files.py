@@ -21,7 +21,7 @@ ARCHS = {
     "gpt_neox": A.GPTNEOX, "olmo3": A.OLMO2, "ministral3": A.MISTRAL3,
     "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
     "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
-    "gpt_oss": A.GPT_OSS, "qwen3_5_text": A.QWEN35, "lfm2": A.LFM2,
+    "gpt_oss": A.GPT_OSS, "qwen3_5_text": A.QWEN35, "lfm2": A.LFM2, "gemma4_text": A.GEMMA4,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -66,10 +66,10 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
             array = array.squeeze(1)
         if name.endswith("A_log"):
             array = -np.exp(array)
-        if name.endswith("sinks"):
+        if name.endswith(("sinks", "layer_scalar")):
             name += ".weight"
         offset = kind == "qwen3_5_text" and "linear_attn" not in name
-        if (offset or kind.startswith("gemma")) and name.endswith("norm.weight"):
+        if (offset or kind in ("gemma2", "gemma3_text")) and name.endswith("norm.weight"):
             array = array + np.float32(1)
         if "query_key_value" in name:  # per head there, all queries first here
             per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
@@ -160,6 +160,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if kind == "lfm2" and setting == "head_count_kv":
             value = [value * (layer != "conv") for layer in config["layer_types"]]
+        if kind == "gemma4_text" and setting in ("feed_forward_length", "head_count_kv"):
+            value = by_layer(setting, value, config)
         if value is not None:
             getattr(writer, f"add_{setting}")(value)
     if kind == "gpt2":
@@ -168,7 +170,7 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         return
     rope = config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if kind in ("gemma3_text", "olmo3"):
+    if kind in ("gemma3_text", "gemma4_text", "olmo3"):
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind == "glm4_moe":
@@ -179,7 +181,7 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(turned)
     elif kind == "phi3":
         add_longrope(writer, config, head_dim)
-    if kind not in ("gpt_neox", "phi3", "cohere2") and config.get("head_dim"):
+    if kind not in ("gpt_neox", "phi3", "cohere2", "gemma4_text") and config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope["rope_type"] == "yarn":
@@ -189,10 +191,12 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_vocab_size(config["vocab_size"])
     windowed = (
         "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
-        "gpt_oss",
+        "gpt_oss", "gemma4_text",
     )  # fmt: skip
     if kind == "qwen3_5_text":
         add_delta_net(writer, config)
+    if kind == "gemma4_text":
+        add_gemma4(writer, config)
     if kind == "lfm2":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if kind == "gpt_oss":
@@ -216,6 +220,38 @@ def add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     share = config["rope_parameters"]["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(share * config["head_dim"]))
     writer.add_rope_dimension_sections([1, 1, 0, 0])
+
+
+def by_layer(setting: str, value: int, config: Mapping[str, Any]) -> Any:
+    """The numbers that Gemma 4 has for each layer, in `Gemma4Model.set_gguf_parameters`."""
+    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
+    if setting == "head_count_kv":
+        own = config["per_layer_config"][str(kinds.index("full_attention"))]
+        heads = {"sliding_attention": value, "full_attention": own.get("num_key_value_heads")}
+        return value if None in heads.values() else [heads[kind] for kind in kinds]
+    if config["use_double_wide_mlp"]:
+        return [value * (1 + (i >= len(kinds) - shared)) for i in range(len(kinds))]
+    return value
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """`set_gguf_parameters` and `generate_extra_tensors` of llama.cpp's `Gemma4Model`."""
+    kinds, rope = config["layer_types"], config["rope_parameters"]
+    local = config["head_dim"]
+    full = config["per_layer_config"][str(kinds.index("full_attention"))]["head_dim"]
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(local)
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    turned = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = np.array([1.0] * turned + [1e30] * (full // 2 - turned), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def add_yarn(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:

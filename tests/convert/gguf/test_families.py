@@ -76,6 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8, "num_hidden_layers": 2, "swiglu_limit": 7.0,
         "rope_parameters": {**ROPES["yarn"], "truncate": False},
     },
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
+        "hidden_size_per_layer_input": 32,
+    },
     "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
@@ -140,7 +144,7 @@ def test_gguf_family_logits_equal_transformers(family: str, directory: Any, tmp_
     found = dict(flatten(lm.params))
     assert found.keys() == expected.keys()
     for path, weight in found.items():  # 1 + w in float32 has fewer bits than w
-        plus = np.float32(family.startswith("gemma") and "norm" in path)
+        plus = np.float32(family in ("gemma2", "gemma3_text") and "norm" in path)
         np.testing.assert_array_equal(weight + plus, expected[path] + plus, path)
         atol = 2.0**-24 if plus else 0
         np.testing.assert_allclose(weight, expected[path], rtol=0, atol=atol, err_msg=path)
@@ -220,7 +224,7 @@ def test_q8_0_families_equal_transformers(family: str, directory: Any, tmp_path:
     lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw))
     expected = dict(flatten(jaxllm.load(source).params))
     kept = {path for path, x in flatten(lm.params) if weight_format(x) == "int8-g32-f16"}
-    vectors = ("norm", "bias", "mlp.gate.weight", "conv.conv")
+    vectors = ("norm", "bias", "mlp.gate.weight", "conv.conv", "layer_scalar")
     assert kept == {path for path in expected if not any(name in path for name in vectors)}
     for path in kept:  # bit for bit, rows in order
         np.testing.assert_array_equal(
