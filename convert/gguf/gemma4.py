@@ -30,6 +30,8 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
     if rope.rope_type not in ("default", "proportional"):
         raise ConfigError(f"rotary settings of type {rope.rope_type!r}, expected 'proportional'")
     types = read_pattern(data, fields["num_hidden_layers"], 0)
+    if not types:
+        raise ConfigError(f"{_PATTERN} is missing, or not a number for each layer")
     heads = _spread(data.get(KV_HEADS, fields["num_key_value_heads"]), types)
     sizes = _spread(data.get(_MLP_SIZE, fields["intermediate_size"]), types)
     own = len(types) - shared if type(shared) is int else len(types)
@@ -43,15 +45,15 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
             f"{KV_HEADS} {heads} and {_MLP_SIZE} {sizes} must be equal in layers of one kind"
         )
     is_wide = bool(first and last) and last[0] == 2 * first[0]
-    if first and last and not is_wide and first != last[:1]:
+    if first and last and not is_wide and first[0] != last[0]:
         raise ConfigError(f"{_MLP_SIZE} {sizes} must be equal, or twice as large in shared layers")
     return {
         "layer_types": types,
         "rope": dataclasses.replace(rope, rope_type="proportional"),
         "local_rope": Rope(rope_type="default", rope_theta=data.get(_LOCAL_THETA, 10000.0)),
-        "num_key_value_heads": next(iter(local or full), None),
-        "num_global_key_value_heads": next(iter(full or local), None),
-        "intermediate_size": next(iter(sizes), None),
+        "num_key_value_heads": (local or full)[0],
+        "num_global_key_value_heads": (full or local)[0],
+        "intermediate_size": sizes[0],
         "use_double_wide_mlp": fields.get("use_double_wide_mlp", is_wide),
         # The table has a row for each token; models without one have the field too.
         "vocab_size_per_layer_input": (

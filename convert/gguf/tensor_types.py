@@ -44,6 +44,8 @@ def _choose_mixture_type(kind: str, name: str, config: ModelConfig) -> str:
     tables = ("token_embd", "per_layer_token_embd")
     if module == "output" or (module in tables and config.tie_word_embeddings):
         return "Q6_K"
+    if module == "per_layer_model_proj":  # not quantized
+        return "BF16"
     if module in ("attn_v", "attn_k") and experts == 8:
         return "Q8_0"
     if module == "attn_v":

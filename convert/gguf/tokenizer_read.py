@@ -1,7 +1,8 @@
 """Reader of a GGUF file's tokenizer and chat template.
 
-`tokenizer.ggml.model` "llama" is SentencePiece: pieces, scores and types. "gpt2" is byte-level BPE:
-pieces, merges and the name of a pre-tokenizer (`pre`). Both are converted to the tree of a
+`tokenizer.ggml.model` "llama" is SentencePiece: pieces, scores and types. "gemma4" is the same with
+merges instead of scores. "gpt2" is byte-level BPE: pieces, merges and the name of a pre-tokenizer
+(`pre`). All are converted to the tree of a
 tokenizer.json, so all other code handles them like any tokenizer.
 """
 
@@ -49,7 +50,7 @@ FILL_IN_NAMES = {
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}, "gemma4": {}}
 
 
 def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | None:
@@ -62,7 +63,8 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
         return None
     if kind not in _DEFAULTS:
         raise CheckpointError(
-            f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported (known: llama, gpt2)"
+            f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported (known:"
+            f" {', '.join(_DEFAULTS)})"
         )
     where, ggml = str(path), _Keys(settings, str(path))
     tokens, type_V = _read_pieces(ggml, where)
@@ -72,9 +74,13 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens has {twice!r:.60} twice")
     roles = _read_roles(ggml, tokens, _DEFAULTS[kind])
     scores: list[float] | None = None
-    if kind == "llama":
-        tree, scores = _build_sentencepiece(ggml, tokens, vocab, type_V, where)
-        adds_bos = True
+    if kind != "gpt2":
+        has_scores, adds_bos = kind == "llama", True
+        tree = _build_sentencepiece(ggml, tokens, vocab, type_V, where, spaced=has_scores)
+        if has_scores:
+            scores = _read_scores(ggml, tokens, type_V, where)
+        else:
+            tree["model"]["merges"] = _read_merges(ggml, where)
     else:
         architecture = settings.get("general.architecture")
         pre = find_pre_tokenizer(ggml.get("pre"), where, architecture=architecture)
@@ -87,7 +93,7 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     # The pieces were checked as they were read.
     check_tree(tree | {"model": tree["model"] | {"vocab": {}, "merges": []}}, where)
     named = {role: tokens[index] for role, index in roles.items()}
-    says = ggml.get("add_bos_token", adds_bos)
+    says = kind == "gemma4" or ggml.get("add_bos_token", adds_bos)  # early files have a false one
     end = named.get("eos") if ggml.get("add_eos_token", False) is True else None
     return TokenizerTree(tree, named, says is True and "bos" in named, end, scores)
 
@@ -206,13 +212,37 @@ def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int])
     return roles
 
 
-def _build_sentencepiece(
-    ggml: _Keys, tokens: list[str], vocab: dict[str, int], type_V: np.ndarray, where: str
-) -> tuple[dict[str, Any], list[float]]:
-    """Return the tree without merges and added tokens, and the scores by id (`TokenizerTree`)."""
+def _read_scores(ggml: _Keys, tokens: Sequence[str], type_V: np.ndarray, where: str) -> list[float]:
+    """Return the scores by id (`TokenizerTree`)."""
     score_V = ggml.get_numbers("scores", len(ggml.get_texts("tokens")))
     if score_V is None or not np.isfinite(score_V[: len(tokens)]).all():
         raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing or not finite numbers")
+    is_normal = type_V == sentencepiece_model.NORMAL
+    return list(np.where(is_normal, score_V[: len(tokens)], np.nan).tolist())
+
+
+def _read_merges(ggml: _Keys, where: str) -> list[Any]:
+    """Return the merges, as texts or as pairs."""
+    merges: list[Any] = ggml.get_texts("merges")
+    if wrong := [merge for merge in merges if merge.count(" ") != 1]:
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
+    if "#version" in "".join(merges):  # which the library would skip, were it not a pair
+        merges = [merge.split(" ") for merge in merges]
+    return merges
+
+
+def _build_sentencepiece(
+    ggml: _Keys,
+    tokens: list[str],
+    vocab: dict[str, int],
+    type_V: np.ndarray,
+    where: str,
+    spaced: bool,
+) -> dict[str, Any]:
+    """Return the tree without merges and added tokens.
+
+    spaced: Whether a space is prepended to a text where no key decides.
+    """
     unknown = ggml.get("unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise CheckpointError(
@@ -222,25 +252,19 @@ def _build_sentencepiece(
     missing = {f"<0x{byte:02X}>" for byte in range(256)} - held
     if held and missing:
         raise CheckpointError(f"{where}: {len(missing)} of 256 byte tokens are missing")
-    tree = build_tree(
+    return build_tree(
         vocab,
         [],
         unknown=tokens[unknown],
         byte_fallback=bool(held),
-        dummy_prefix=ggml.get("add_space_prefix", True) is True,
+        dummy_prefix=ggml.get("add_space_prefix", spaced) is True,
         strip_spaces=ggml.get("remove_extra_whitespaces", False) is True,
     )
-    normal_V = type_V == sentencepiece_model.NORMAL
-    return tree, np.where(normal_V, score_V[: len(tokens)], np.nan).tolist()
 
 
 def _build_byte_level(ggml: _Keys, vocab: dict[str, int], where: str) -> dict[str, Any]:
     """Return the tree without added tokens and pre-tokenizer."""
-    merges: list[Any] = ggml.get_texts("merges")
-    if wrong := [merge for merge in merges if merge.count(" ") != 1]:
-        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
-    if "#version" in "".join(merges):  # which the library would skip, were it not a pair
-        merges = [merge.split(" ") for merge in merges]
+    merges = _read_merges(ggml, where)
     # Published vocabularies lack symbols of bytes that hardly occur in text, such as control
     # characters (SmolLM2); the library and llama.cpp skip such a byte.
     printable = {s for s, byte in BYTE_OF_SYMBOL.items() if 32 <= byte < 127}

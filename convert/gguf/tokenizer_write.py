@@ -20,6 +20,9 @@ from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.sentencepiece_model import SPACE, derive_merges
 
 _UNKNOWN = 2  # a piece type
+# Marks of calls and thoughts, which llama.cpp shows in texts.
+_SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+          "<tool_response|>", '<|"|>')  # fmt: skip
 _LOWEST_SCORE = -1e9  # the score of pieces that no merge produces
 
 
@@ -158,7 +161,10 @@ def _byte_level_keys(tree: dict[str, Any]) -> dict[str, Any]:
 def _sentencepiece_keys(
     tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
 ) -> dict[str, Any]:
-    """Return scores instead of merges, and options for spaces; update `kinds` in place."""
+    """Return scores instead of merges, and options for spaces; update `kinds` in place.
+
+    Merges that do not follow from scores are written as they are, in the form of Gemma 4.
+    """
     model = tree["model"]
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     for index, token in enumerate(tokens):
@@ -174,17 +180,17 @@ def _sentencepiece_keys(
         t for t, kind in zip(tokens, kinds, strict=True) if kind == sentencepiece_model.NORMAL
     ]
     rank = _score_pieces([left + right for left, right in merges])
-    scores = {token: rank.get(token, _LOWEST_SCORE) for token in normal}
-    if set(derive_merges(scores)) != set(merges):
-        raise _refusal("merges that do not follow from scores of pieces")
+    scores = {token: (rank or {}).get(token, _LOWEST_SCORE) for token in normal}
+    has_scores = rank is not None and set(derive_merges(scores)) == set(merges)
     prefix = False
     strips = False
+    escapes = False
     for step in _iterate_steps(tree.get("normalizer"), "normalizers"):
         match step:
             case {"type": "Prepend", "prepend": text} if text == SPACE:
                 prefix = True
             case {"type": "Replace", "pattern": {"String": " "}, "content": text} if text == SPACE:
-                continue
+                escapes = True
             case {"type": "Strip"} | {"type": "Replace", "pattern": {"Regex": _}}:
                 strips = True
             case _:
@@ -195,8 +201,22 @@ def _sentencepiece_keys(
                 text == SPACE and not step.get("split", True)
             ):
                 prefix = scheme != "never"
+            case {"type": "Split", "pattern": {"String": " "}} if escapes:
+                continue  # no space is left
             case _:
                 raise _refusal(f"the pre-tokenizer {step.get('type')!r} with these options")
+    if not has_scores:
+        # llama.cpp splits at line ends first.
+        if prefix or strips or any("\n" in token and token.strip("\n") for token in normal):
+            raise _refusal("merges that do not follow from scores of pieces")
+        for index, token in enumerate(tokens):
+            if token in _SHOWN and kinds[index] == sentencepiece_model.CONTROL:
+                kinds[index] = sentencepiece_model.USER_DEFINED
+        return {
+            "model": "gemma4",
+            "merges": [" ".join(merge) for merge in merges],
+            "add_space_prefix": False,
+        }
     values = [scores.get(token, 0.0) for token in tokens]
     return {
         "model": "llama",
@@ -207,8 +227,10 @@ def _sentencepiece_keys(
     }
 
 
-def _score_pieces(pieces: Sequence[str]) -> dict[str, float]:
-    """Return the score of each piece, higher for earlier merges. pieces: the merges' results.
+def _score_pieces(pieces: Sequence[str]) -> dict[str, float] | None:
+    """Return the score of each piece, higher for earlier merges; None if there is none.
+
+    pieces: the merges' results.
 
     In Llama's vocabulary runs of spaces come last, with one score, and merges in any order.
     """
@@ -217,5 +239,5 @@ def _score_pieces(pieces: Sequence[str]) -> dict[str, float]:
     again = {piece for piece, count in runs.items() if count > 1}
     tail = min((first[piece] for piece in again), default=len(pieces))
     if not all(set(piece) == {SPACE} for piece in pieces[tail:]):
-        raise _refusal("merges of one piece that are not adjacent")
+        return None
     return {piece: -float(n) if n < tail else _LOWEST_SCORE for piece, n in first.items()}
