@@ -18,6 +18,11 @@ from jaxllm.models import FAMILIES
 
 _PATTERN, _MLP_SIZE = "attention.sliding_window_pattern", "feed_forward_length"
 _LOCAL_THETA = "rope.freq_base_swa"
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _LOCAL_SIZES = ("attention.value_length_swa", "rope.dimension_count_swa")
 
 
@@ -47,7 +52,10 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
     is_wide = bool(first and last) and last[0] == 2 * first[0]
     if first and last and not is_wide and first[0] != last[0]:
         raise ConfigError(f"{_MLP_SIZE} {sizes} must be equal, or twice as large in shared layers")
+    has_experts = data.get(_EXPERTS["num_experts"], 0) != 0
     return {
+        **{name: data.get(key) if has_experts else 1 for name, key in _EXPERTS.items()},
+        "enable_moe_block": has_experts,
         "layer_types": types,
         "rope": dataclasses.replace(rope, rope_type="proportional"),
         "local_rope": Rope(rope_type="default", rope_theta=data.get(_LOCAL_THETA, 10000.0)),
@@ -93,6 +101,8 @@ def _write_keys(config: Any) -> dict[str, Any]:
         keys[KV_HEADS] = tuple(heads[local] for local in slides)
     if config.use_double_wide_mlp:
         keys[_MLP_SIZE] = tuple(map(config.mlp_size, layers))
+    if config.enable_moe_block:
+        keys |= {key: getattr(config, name) for name, key in _EXPERTS.items()}
     return keys
 
 
@@ -113,6 +123,8 @@ GEMMA4 = GGUFArchitecture(
     read_names=_read_names,
     head_dim="global_head_dim",
     derive=_derive,
-    derive_keys=frozenset({_PATTERN, KV_HEADS, _MLP_SIZE, _LOCAL_THETA, *_LOCAL_SIZES}),
+    derive_keys=frozenset(
+        {_PATTERN, KV_HEADS, _MLP_SIZE, _LOCAL_THETA, *_LOCAL_SIZES, *_EXPERTS.values()}
+    ),
     write_keys=_write_keys,
 )

@@ -7,7 +7,7 @@ between them; it works for every tensor type, since a row is whole blocks.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class ModuleRow(NamedTuple):
         weight_offset: The number added to weights in GGUF (1 for norms stored as 1 + w).
         always_float32: Whether it is always written in F32, like llama.cpp does.
         row_range: The rows of this module in a tensor that fuses several.
+        is_read_only: Whether it is written by another row.
     """
 
     path: str
@@ -35,6 +36,7 @@ class ModuleRow(NamedTuple):
     weight_offset: float = 0.0
     always_float32: bool = False
     row_range: RowRange | None = None
+    is_read_only: bool = False
 
 
 class MatchedParam(NamedTuple):
@@ -195,6 +197,13 @@ GPT_OSS = (
 )
 GEMMA2 = _offset_norms((*_EMBEDDINGS[:2], *_PRE_POST_NORMS, *_QKVO, *_GATED_MLP))  # always tied
 GEMMA3 = _offset_norms((*_EMBEDDINGS, *_PRE_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP))
+
+
+def _expert_rows(config: Any) -> tuple[int, int]:
+    return (config.expert_size,) * 2
+
+
+_MOE = "layers.*.moe"
 GEMMA4 = (
     *_EMBEDDINGS,
     *_PRE_POST_NORMS,
@@ -208,6 +217,23 @@ GEMMA4 = (
     ModuleRow("layers.*.per_layer_projection", "blk.*.proj"),
     ModuleRow("layers.*.post_per_layer_input_norm", "blk.*.post_norm"),
     ModuleRow("layers.*.layer_scalar", "blk.*.layer_output_scale.weight"),
+    ModuleRow("layers.*.pre_feedforward_layernorm_2", "blk.*.pre_ffw_norm_2"),
+    *(
+        ModuleRow(f"layers.*.post_feedforward_layernorm_{i}", f"blk.*.post_ffw_norm_{i}")
+        for i in (1, 2)
+    ),
+    ModuleRow(f"{_MOE}.scale", "blk.*.ffn_gate_inp.scale"),
+    ModuleRow(f"{_MOE}.per_expert_scale", "blk.*.ffn_down_exps.scale"),
+    _EXPERTS[0]._replace(path=f"{_MOE}.proj"),
+    *(row._replace(path=row.path.replace(_MLP, _MOE)) for row in _EXPERTS[1:]),
+    *(
+        row._replace(is_read_only=True)
+        for row in _fuse_rows(
+            _expert_rows,
+            "blk.*.ffn_gate_up_exps",
+            *(f"{_MOE}.experts.{x}_proj" for x in ("gate", "up")),
+        )
+    ),
 )
 EXAONE4 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)
 SEED_OSS = (*_EMBEDDINGS, _NORMS[0], _POST_NORMS[0], *_QKVO, *_GATED_MLP)
@@ -279,8 +305,8 @@ def match_names(modules: Iterable[ModuleRow], names: Iterable[str]) -> Iterator[
 
 def match_paths(modules: Iterable[ModuleRow], paths: Iterable[str]) -> Iterator[MatchedParam | str]:
     """Yield the parameter for each of our paths, or the path itself if no row matches."""
-    back = {row: row._replace(path=row.tensor, tensor=row.path) for row in modules}
-    rows = {row.path: row for row in modules}
+    rows = {row.path: row for row in modules if not row.is_read_only}
+    back = {row: row._replace(path=row.tensor, tensor=row.path) for row in rows.values()}
     for match in match_names(back.values(), paths):
         if isinstance(match, str):
             yield match

@@ -183,10 +183,12 @@ def _locate_tensor(
     order, plus = match.module.row_order, match.module.weight_offset
     if match.module.row_range is not None:
         begin, end, total = match.module.row_range(config)
-        if not entry.shape or entry.shape[0] != total:
+        *stack, rows = entry.shape[:-1] or entry.shape  # a vector's numbers are rows
+        if rows != total:
             complaints.append(f"{match.name} has shape {entry.shape}, expected {total} rows")
             return GGUFTensor(header.buffer, entry)
-        return GGUFTensor(header.buffer, entry, np.arange(begin, end))
+        firsts = np.arange(math.prod(stack))[:, None] * total
+        return GGUFTensor(header.buffer, entry, (firsts + np.arange(begin, end)).ravel())
     if order is None:
         return GGUFTensor(header.buffer, entry, weight_offset=plus)
     back = order(config)

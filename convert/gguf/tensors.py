@@ -88,7 +88,8 @@ class GGUFTensor:
     """A tensor in a mapped file.
 
     Attributes:
-        row_order: The stored row for each row to read; None: all rows in stored order.
+        row_order: The stored row for each row to read, of a stack of matrices too; None: all rows
+            in stored order.
         weight_offset: A number to subtract from the stored ones.
     """
 
@@ -103,7 +104,9 @@ class GGUFTensor:
         shape = self.tensor_info.shape
         if self.row_order is None:
             return shape
-        return (len(self.row_order), shape[-1]) if len(shape) > 1 else (len(self.row_order),)
+        stacks = int(np.prod(shape[:-2]))
+        rows = (*shape[:-2], len(self.row_order) // stacks)
+        return (*rows, shape[-1]) if len(shape) > 1 else rows
 
     @property
     def block(self) -> TensorType:
@@ -212,7 +215,8 @@ class GGUFTensor:
 
         def read() -> np.ndarray:
             array = empty_aligned(size, np.uint8)
-            return np.take(self._raw_tensor.read(), order, axis=0, out=array)
+            np.take(self._raw_tensor.read(), order, axis=0, out=array.reshape(len(order), -1))
+            return array
 
         return LazyTensor(np.dtype(np.uint8), size, read, self._raw_tensor.release)
 

@@ -52,7 +52,8 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     known = gguf.get_tensor_name_map(ARCHS[kind], layers)
     found = {}
-    tensors = stacked(load_file(directory / "model.safetensors"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors = name_experts(tensors) if kind == "gemma4_text" else stacked(tensors)
     for name, array in separate_mlp(tensors).items():
         if kind == "gpt2" and CONV1D.search(name):
             array = array.T
@@ -75,7 +76,10 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
             per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
             array = per_head.swapaxes(0, 1).reshape(array.shape)
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        theirs = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.startswith("blk."):
+            theirs = name
+        else:
+            theirs = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         found[theirs] = np.ascontiguousarray(array)
     return found
@@ -112,6 +116,19 @@ def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
 
 
+def name_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`filter_tensors` and `modify_tensors` of llama.cpp's `Gemma4Model`."""
+    found = dict[str, np.ndarray]()
+    for name, array in tensors.items():
+        layer, _, last = name.removeprefix("model.layers.").partition(".")
+        scales = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+        if last in scales:
+            found[f"blk.{layer}.{scales[last]}.scale"] = array
+        else:
+            found[f"{name}.weight" if last.startswith("experts.") else name] = array
+    return found
+
+
 def separate_mlp(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Name Granite 4's MLP as Granite's, and split its gate from up."""
     found = dict[str, np.ndarray]()
@@ -143,7 +160,7 @@ SETTINGS = {
     "expert_shared_count": ("n_shared_experts",),
     "leading_dense_block_count": ("first_k_dense_replace",),
     "expert_weights_scale": ("routed_scaling_factor",),
-    "expert_used_count": ("num_experts_per_tok",),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+import jaxllm
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf.reader import open_gguf
 from jaxllm.convert.gguf.tokenizer_read import read_tokenizer
@@ -22,7 +24,9 @@ from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.tokenizer import Tokenizer
-from tests.convert.gguf.gguf_files import overwrite, raw_tensors, write
+from jaxllm.weights.formats import to_dense
+from jaxllm.weights.paths import flatten
+from tests.convert.gguf.gguf_files import overwrite, raw_of, raw_tensors, write
 from tests.tiny_models import save_random
 
 SMALL = {"use_double_wide_mlp": False, "global_head_dim": 16}  # as E4B
@@ -31,6 +35,12 @@ LARGE = {
     "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
     "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
     "global_head_dim": 16,
+}  # fmt: skip
+
+
+EXPERTS = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
+    "hidden_size": 64, "intermediate_size": 96, "head_dim": 8, "num_attention_heads": 4,
 }  # fmt: skip
 
 
@@ -77,8 +87,31 @@ def test_keys_of_layers_that_read_others_are_dropped(source: Path, tmp_path: Pat
         assert found.tensors.keys() == expected.tensors.keys()
 
 
+@pytest.mark.parametrize("name", ["F32", "Q8_0"])
+def test_fused_experts_are_read_and_written_apart(name: str, tmp_path: Path) -> None:
+    """llama.cpp's converter fuses the experts' gates with their other inputs; it reads both."""
+    save_random(tmp_path / "hf", "gemma4_text", **LARGE, **EXPERTS)
+    there = write(tmp_path / "a.gguf", tmp_path / "hf", raw_of(gguf.GGMLQuantizationType[name]))
+    checkpoint, fused = open_checkpoint(tmp_path / "hf"), raw_tensors(there)
+    write_gguf(tmp_path / "b.gguf", checkpoint, name)
+    write_gguf(tmp_path / "c.gguf", open_gguf(there), name)
+    assert raw_tensors(tmp_path / "c.gguf") == raw_tensors(tmp_path / "b.gguf")
+    params = [dict(flatten(jaxllm.load(x).params)) for x in (there, tmp_path / "b.gguf")]
+    assert params[0].keys() == params[1].keys() == dict(checkpoint.tensors).keys()
+    for path, weight in params[0].items():
+        np.testing.assert_array_equal(to_dense(weight), to_dense(params[1][path]), path)
+        if name == "F32":
+            np.testing.assert_array_equal(weight, checkpoint.tensors[path].read(), path)
+    for file in (there, tmp_path / "b.gguf"):
+        assert open_gguf(file).config == checkpoint.config
+    written = raw_tensors(tmp_path / "b.gguf")
+    assert {n for n in fused if "gate_up" not in n} == {
+        n for n in written if not n.endswith(("gate_exps.weight", "up_exps.weight"))
+    }
+
+
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
-    "experts": (lambda w: w.add_expert_count(4), "expert_count must be 0"),
+    "experts": (lambda w: w.add_expert_count(4), "num_experts_per_tok"),
     "no list of windows": (
         lambda w: w.add_uint32("gemma4.attention.sliding_window_pattern", 0), "not a number for",
     ),
