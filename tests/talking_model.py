@@ -63,6 +63,12 @@ TEMPLATES = {
         "{% for k, v in c.function.arguments.items() %}"
         "<parameter={{ k }}>\\n{{ v }}\\n</parameter>\\n{% endfor %}</function>\\n</tool_call>",
     ),
+    "gemma4": _template(
+        _LIST,
+        "{{ '<|tool_call>call:' + c.function.name + '{' }}"
+        "{% for k, v in c.function.arguments.items() %}{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}"
+        "{{ '}<tool_call|>' }}",
+    ),
     "lfm2": _template(
         "List of tools: <|tool_list_start|>[" + _LIST + "]<|tool_list_end|>",
         "<|tool_call_start|>[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
@@ -72,6 +78,7 @@ TEMPLATES = {
 # Marks that are special tokens in the published tokenizers.
 MARKS = {
     "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>",), "granite": ("<|tool_call|>",),
+    "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
 }  # fmt: skip

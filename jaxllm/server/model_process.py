@@ -277,8 +277,8 @@ class ModelProcess:
         number, shows_tokens = frame["id"], frame.get("logprobs") is not None
         cancelled = self._cancelled[number]
         # A call is read with its marks, which the text leaves out where they are special tokens.
-        harmony = "prompt" not in frame and self._tool_style == "harmony"
-        reads_marks = harmony or frame.get("tools")
+        has_thoughts = "prompt" not in frame and self._tool_style in ("harmony", "gemma4")
+        reads_marks = has_thoughts or frame.get("tools")
         marks = {token: mark for mark, token in self._marks.items()} if reads_marks else {}
 
         def send_chunk(chunk: "StreamChunk") -> None:

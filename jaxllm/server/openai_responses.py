@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxllm.server.gemma4 import Gemma4Text
 from jaxllm.server.harmony import HarmonyText
 from jaxllm.server.tools import ToolText
 
@@ -99,6 +100,8 @@ class Choice:
         self._reader: HarmonyText | ToolText | None = None
         if chat and style == "harmony":
             self._reader = HarmonyText(tools)
+        elif chat and style == "gemma4" and (tools is None or tools["choice"] != "required"):
+            self._reader = Gemma4Text(tools)
         elif tools is not None:
             self._reader = ToolText(tools, style, hidden)
         self._text = self._thought = ""

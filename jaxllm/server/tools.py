@@ -21,7 +21,8 @@ Found = tuple[list[Call], int]  # calls, and where their text ends
 MARKS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]",
          "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>",
          "<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
-         "<|end|>", "<|call|>", "<|return|>")  # fmt: skip
+         "<|end|>", "<|call|>", "<|return|>", "<|channel>", "<channel|>", "<|tool_call>",
+         "<tool_call|>", '<|"|>')  # fmt: skip
 _BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=",
            "<|tool_call_start|>")  # fmt: skip
 _BEGIN = re.compile("|".join(map(re.escape, _BEGINS)))
@@ -73,9 +74,11 @@ FORMS = {
     "llama": CallForm("", "", "; ", "", "parameters"),
 }
 # What a chat template contains -> how its model writes calls. "harmony" (`server.harmony`),
-# "parameters" (Qwen3-Coder, Qwen3.5) and "python" (LFM2): no form of `FORMS`.
+# "gemma4" (`server.gemma4`), "parameters" (Qwen3-Coder, Qwen3.5) and "python" (LFM2): no form of
+# `FORMS`.
 _SIGNS = {"<|channel|>": "harmony", "[ARGS]": "mistral_args", "[TOOL_CALLS]": "mistral",
-          "<|tool_call|>": "granite", "<|tool|>": "granite", "<|tool_call_start|>": "python",
+          "<|tool_call>": "gemma4", "<|tool_call|>": "granite", "<|tool|>": "granite",
+          "<|tool_call_start|>": "python",
           "<|tool_list_start|>": "python", "<parameter=": "parameters", "<function=": "parameters",
           "<tool_call>": "hermes", "<|python_tag|>": "llama", "ipython": "llama"}  # fmt: skip
 # A forced call has the spaces that templates show, and no others: small models fill their last

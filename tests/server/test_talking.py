@@ -25,6 +25,8 @@ SAYS = {
     f" to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
     "</function>\n</tool_call>",
+    "gemma4": '<|channel>thought\nHm.\n<channel|><|tool_call>call:weather{city:<|"|>Bonn<|"|>}'
+    "<tool_call|>",
     "lfm2": '<|tool_call_start|>[weather(city="Bonn")]<|tool_call_end|>',
 }
 
@@ -55,7 +57,7 @@ def test_default_request_with_tools_gets_call(tmp_path: Path, style: str) -> Non
         assert (call.function.name, json.loads(call.function.arguments)) == (
             "weather", json.loads(ARGUMENTS))  # fmt: skip
         thought = getattr(choice.message, "reasoning_content", None)
-        assert thought == ("Hm." if style == "harmony" else None)
+        assert thought == ("Hm." if style in ("harmony", "gemma4") else None)
         with chat.stream(**asked) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert (streamed.content or None, streamed.tool_calls[0].function.arguments) == (

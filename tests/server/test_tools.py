@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxllm.grammar import Grammar
+from jaxllm.server.gemma4 import Gemma4Text
 from jaxllm.server.harmony import HarmonyText, as_rendered
 from jaxllm.server.openai_requests import read_conversation
 from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
@@ -134,7 +135,8 @@ def test_styles_are_found_by_their_signs() -> None:
         ("<|start|>assistant<|channel|>", "harmony"),
         ("Environment: ipython", "llama"), ("<tool_call>\n{\"name\"", "hermes"),
         ("<tool_call>\n<function=f>\n<parameter=a>", "parameters"), ("[TOOL_CALLS] [", "mistral"),
-        ("[TOOL_CALLS]f[ARGS]", "mistral_args"), ("<|tool_call|>", "granite"), ("plain", ""),
+        ("[TOOL_CALLS]f[ARGS]", "mistral_args"), ("'<|tool_call>call:'", "gemma4"),
+        ("<|tool_call|>", "granite"), ("plain", ""),
         ("List of tools: <|tool_list_start|>[", "python"), ("<|tool_call_start|>[", "python"),
     ):  # fmt: skip
         assert find_style(sign) == style
@@ -172,6 +174,47 @@ def test_channels_of_harmony_are_split(case: int) -> None:
         assert (found + rest, reader.take_thought()) == (content, thought)
         pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
         assert pairs == calls
+
+
+Q = '<|"|>'
+WEATHER = f"<|tool_call>call:weather{{city:{Q}Bonn{Q}}}<tool_call|>"
+ULM = f"<|tool_call>call:time{{city:{Q}Ulm{Q},days:2}}<tool_call|>"
+ODD = (f'<|tool_call>call:f{{a:[{Q}}},"<tool_call|>\n{Q},-1.5e3,{{}}], {Q}b c{Q}:{{d e:null}},'
+       f"g:true,h:[]}}<tool_call|>")  # fmt: skip
+NO_JSON = "<|tool_call>call:weather{city:Bonn}<tool_call|>"
+# text, content, thought, calls
+GEMMA_4: list[tuple[str, str, str, list[Any]]] = [
+    ("Hello.\n", "Hello.\n", "", []),
+    ("<|channel>thought\nI'm\nthinking.\n<channel|>Hello, world!", "Hello, world!",
+     "I'm\nthinking.", []),
+    ("<|channel>thought<channel|>Hello.", "Hello.", "", []),
+    (f"<|channel>thought\nHm.<channel|>{WEATHER}{ULM}", "", "Hm.", BOTH),
+    (f"I look.\n{WEATHER}", "I look.", "", [CALL]),
+    (WEATHER.removesuffix("<tool_call|>"), "", "", [CALL]),
+    ("<|tool_call>call:f{}<tool_call|>", "", "", [("f", {})]),
+    (ODD, "", "", [("f", {"a": ['},"<tool_call|>\n', -1500.0, {}], "b c": {"d e": None},
+                          "g": True, "h": []})]),
+    ("<|channel><|channel>thought\n<channel|>Hello.<|channel>thought\n<channel|><channel|>",
+     "Hello.", "", []),
+    (f"<|channel>thought\nI could {WEATHER} now", "", f"I could {WEATHER} now", []),
+    (f"<|channel>{'a' * 40}<channel|>b < c", "b < c", "a" * 40, []),
+    *((text, text, "", []) for text in (NO_JSON, "<|tool_call>f(x=1)<tool_call|>", '{"x": 1}')),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(GEMMA_4)))
+def test_channels_of_gemma_4_are_split(case: int) -> None:
+    """Whole or in pieces, content, thought and calls are apart; what is no call is content."""
+    text, content, thought, calls = GEMMA_4[case]
+    for step in (len(text), 1, 3, 7):
+        reader = Gemma4Text(ASKED)
+        found = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
+        rest, read_calls = reader.finish()
+        assert (found + rest, reader.take_thought()) == (content, thought)
+        pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
+        assert pairs == calls
+    without = Gemma4Text(None)
+    assert without.push(WEATHER) + without.finish()[0] == WEATHER
 
 
 def test_required_call_of_harmony_fits_its_schema() -> None:
