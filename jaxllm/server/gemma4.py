@@ -23,6 +23,13 @@ _CALL = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
 _PART = re.compile(r"""<\|"\|>(.*?)<\|"\|>|([^{}\[\],:<]++)(:)?""", re.DOTALL)
 
 
+def open_turn(prompt: str) -> str:
+    """Return a prompt with the model's turn, which published templates leave out after a call with
+    text.
+    """
+    return f"{prompt}<|turn>model\n" if prompt.endswith("<turn|>\n") else prompt
+
+
 class Gemma4Text(HarmonyText):
     """Splits a text that grows into content, thought and calls."""
 

@@ -31,6 +31,7 @@ from jaxllm.errors import (
 )
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
+from jaxllm.server.gemma4 import open_turn
 from jaxllm.server.harmony import as_rendered
 from jaxllm.server.tools import find_marks, find_style, tool_grammar
 
@@ -420,7 +421,9 @@ class ModelProcess:
         if self._tool_style == "harmony":
             messages = list(map(as_rendered, messages))
         if not frame.get("continues"):
-            return template.render(messages, **variables)
+            text = template.render(messages, **variables)
+            opens = self._tool_style == "gemma4" and variables.get("add_generation_prompt", True)
+            return open_turn(text) if opens else text
         beginning = messages[-1]["content"]
         marked = [*messages[:-1], {**messages[-1], "content": beginning + _ROLE_ENDS}]
         text = template.render(marked, **{**variables, "add_generation_prompt": False})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxllm.grammar import Grammar
-from jaxllm.server.gemma4 import Gemma4Text
+from jaxllm.server.gemma4 import Gemma4Text, open_turn
 from jaxllm.server.harmony import HarmonyText, as_rendered
 from jaxllm.server.openai_requests import read_conversation
 from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
@@ -174,6 +174,14 @@ def test_channels_of_harmony_are_split(case: int) -> None:
         assert (found + rest, reader.take_thought()) == (content, thought)
         pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
         assert pairs == calls
+
+
+def test_prompt_of_gemma_4_ends_in_the_models_turn() -> None:
+    """Where the template ends a turn of a call with text, the model's is opened."""
+    result, opened = "21<tool_response|>I look.<turn|>\n", "<|turn>model\n"
+    assert open_turn(result) == result + opened
+    for prompt in ("21<tool_response|>", f"Hi<turn|>\n{opened}"):
+        assert open_turn(prompt) == prompt
 
 
 Q = '<|"|>'
