@@ -11,8 +11,9 @@ from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, cast
 from tests.tiny_models import KINDS, LATENTS, RECURRENT, random_model
 
-# Mistral is the llama model; recurrent layers run on one device.
-FAMILIES = tuple(kind for kind in KINDS if kind not in ("mistral", *RECURRENT, *LATENTS))
+# Mistral is the llama model; these run on one device: recurrent layers, latents, sizes by layer.
+ON_ONE_DEVICE = (*RECURRENT, *LATENTS, "gemma4_text")
+FAMILIES = tuple(kind for kind in KINDS if kind not in ("mistral", *ON_ONE_DEVICE))
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 56},
     "gpt_neox": {"num_attention_heads": 8, "hidden_size": 48},
