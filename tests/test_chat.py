@@ -44,15 +44,25 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_answer_in_channels_shows_thought_and_keeps_content(run: Run, tmp_path: Path) -> None:
-    """Of gpt-oss' channels, the thought is shown before the answer, and only that is kept."""
-    said = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
-    )
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Hm.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Hi.",
+        ),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Hi."),
+    ],
+)
+def test_answer_in_channels_shows_thought_and_keeps_content(
+    run: Run, tmp_path: Path, style: str, said: str
+) -> None:
+    """Of gpt-oss' and Gemma 4's, the thought is shown before the answer, and only that is kept."""
     question = [{"role": "user", "content": "Hello"}]
-    write_talker(tmp_path / "m", "harmony", "", 1)
+    write_talker(tmp_path / "m", style, "", 1)
     prompt = jaxllm.load(tmp_path / "m").chat_prompt(question)
-    write_talker(tmp_path / "m", "harmony", said, len(prompt))
+    write_talker(tmp_path / "m", style, said, len(prompt))
     command = ("chat", tmp_path / "m", "-n", 200, "--temperature", 0)
     out, _ = succeed(run, *command, stdin=f"Hello\n/save {tmp_path / 'chat.json'}\n")
     assert out.startswith("Hm.\n\nHi.\n")

@@ -214,14 +214,19 @@ class Conversation:
 
     def _channel_reader(self) -> "tuple[HarmonyText | None, dict[int, str]]":
         """Return what reads an answer in channels and the marks of its tokens, if it has them."""
+        from jaxllm.server.gemma4 import Gemma4Text
         from jaxllm.server.harmony import HarmonyText
         from jaxllm.server.tools import find_marks, find_style
 
         template = self.lm.chat_template
-        if isinstance(template, JaxllmError) or find_style(template.select_source([])) != "harmony":
+        if isinstance(template, JaxllmError):
+            return None, {}
+        readers = {"harmony": HarmonyText, "gemma4": Gemma4Text}
+        reader = readers.get(find_style(template.select_source([])))
+        if reader is None:
             return None, {}
         marks = find_marks(self.lm.tokenizer)
-        return HarmonyText(None), {token: mark for mark, token in marks.items()}
+        return reader(None), {token: mark for mark, token in marks.items()}
 
     def _fit_context(self, messages: Messages) -> tuple[Messages, list[int]]:
         """Return the messages and their ids, without the oldest turns if overflow drops them.
