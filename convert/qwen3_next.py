@@ -24,6 +24,12 @@ def _resolve(fields: dict[str, Any], complaints: list[str], data: Mapping[str, A
     resolve_sparse_layers(fields)
 
 
+FUSED_BETA_AND_ALPHA = FusedLayout(
+    "linear_attn.in_proj_ba",
+    ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    lambda c: (c.linear_num_value_heads,) * 2,
+    lambda c: c.linear_num_key_heads,
+)
 FUSED = (
     FusedLayout(
         "linear_attn.in_proj_qkvz",
@@ -32,12 +38,7 @@ FUSED = (
         lambda c: c.linear_num_key_heads,
         pieces=(3, 1),
     ),
-    FusedLayout(
-        "linear_attn.in_proj_ba",
-        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-        lambda c: (c.linear_num_value_heads,) * 2,
-        lambda c: c.linear_num_key_heads,
-    ),
+    FUSED_BETA_AND_ALPHA,
 )
 
 TABLES = (

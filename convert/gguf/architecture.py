@@ -9,9 +9,9 @@ from jaxllm.convert.gguf.names import ModuleRow
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
 
-MAX_LAYERS = 1024
 KV_HEADS = "attention.head_count_kv"
 NEXT_TOKEN_LAYERS = "nextn_predict_layers"  # further tokens' (MTP), counted as blocks
+MAX_LAYERS = 1024
 SILU = {"hidden_act": "silu"}
 # From fields and from keys (without the architecture) to derived fields.
 DeriveFields = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
@@ -36,7 +36,7 @@ class GGUFArchitecture:
         derive_keys: Keys that only `derive` reads.
         truncates_yarn: Whether YaRN's correction range has whole numbers. llama.cpp always rounds
             it; False: the model was trained otherwise.
-        layout: Tensors whose numbers or shapes differ from ours.
+        layouts: Tensors whose numbers or shapes differ from ours, in the order of reading.
         writes_pattern: Whether the layers with a sliding window are listed in the file.
         write_keys: Returns further keys of a configuration, with values.
     """
@@ -54,7 +54,7 @@ class GGUFArchitecture:
     derive: DeriveFields = lambda fields, data: {}
     derive_keys: frozenset[str] = frozenset()
     truncates_yarn: bool = True
-    layout: Layout | None = None
+    layouts: tuple[Layout, ...] = ()
     writes_pattern: bool = False
     write_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
@@ -92,6 +92,24 @@ SIZE_FIELDS = (
     Field("attention.key_length", "head_dim", None),  # embedding_length / attention.head_count
     Field("context_length", "max_position_embeddings", REQUIRED),
 )
+RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
+LAYER_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
+EXPERTS = (
+    Field("expert_count", "num_experts", REQUIRED),
+    Field("expert_used_count", "num_experts_per_tok", REQUIRED),
+)
+RECURRENT_LAYERS = "attention.recurrent_layers"
+DENSE_LAYERS = "leading_dense_block_count"
+# Keys of expert routing, with the values that match what llama.cpp computes.
+ROUTING: dict[str, tuple[Any, ...]] = {
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+}
+
 IGNORED = frozenset({"vocab_size", "attention.value_length", "rope.dimension_count"})  # see below
 # Prefixes of keys that change llama.cpp's results: unknown keys that begin so are refused.
 MATH_PREFIXES = ("attention.", "rope.", "expert", "shortconv.", "ssm.", "wkv.", "xielu.")
@@ -118,3 +136,20 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth", "reference"),
     "use_parallel_residual": (False,),
 }
+
+
+def without_next_tokens(count: Any, data: Mapping[str, Any]) -> Any:
+    """Return the number of layers without those of further tokens, which are counted as blocks."""
+    further = data.get(NEXT_TOKEN_LAYERS, 0)
+    if type(count) is int and type(further) is int and 0 < further < count:
+        return count - further
+    return count
+
+
+def derive_dense_layers(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Exclude the layers of further tokens; the first layers are dense."""
+    count = without_next_tokens(fields["num_hidden_layers"], data)
+    dense = data.get(DENSE_LAYERS, fields.get("mlp_layer_types", ()).count("dense"))
+    kinds = ("sparse", "dense")
+    types = tuple(kinds[type(dense) is int and i < dense] for i in layer_range(count))
+    return {"num_hidden_layers": count, "mlp_layer_types": types}

@@ -7,30 +7,26 @@ from typing import Any
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf import names
 from jaxllm.convert.gguf.architecture import (
-    KV_HEADS,
+    DENSE_LAYERS,
+    EXPERTS,
+    LAYER_NORM,
     NEXT_TOKEN_LAYERS,
+    RMS_NORM,
+    ROUTING,
     SILU,
-    SIZE_FIELDS,
     GGUFArchitecture,
+    derive_dense_layers,
     layer_range,
     layer_types,
     read_pattern,
 )
 from jaxllm.convert.gguf.gemma4 import GEMMA4
-from jaxllm.convert.gguf.recurrent import RecurrentLayout
+from jaxllm.convert.gguf.hybrid_families import HYBRIDS
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
 
-RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
-LAYER_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
 SLIDING_WINDOW = Field("attention.sliding_window", "sliding_window", None)
-EXPERTS = (
-    Field("expert_count", "num_experts", REQUIRED),
-    Field("expert_used_count", "num_experts_per_tok", REQUIRED),
-)
-RECURRENT_LAYERS = "attention.recurrent_layers"
-DENSE_LAYERS = "leading_dense_block_count"
 BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
 # Of Granite 4 without Mamba layers and experts, which is Granite to llama.cpp, and reads none.
@@ -43,15 +39,6 @@ UNUSED_OF_GRANITE_4 = frozenset(
         ),
     }
 )
-# Keys of expert routing, with the values that match what llama.cpp computes.
-ROUTING: dict[str, tuple[Any, ...]] = {
-    "expert_gating_func": (0, 1),  # softmax
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_count": (0,),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0.0, 1.0),
-}
 
 
 def _full_attention(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,15 +96,6 @@ def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     return {**_full_attention(fields, data), "turns": turns}
 
 
-def _derive_glm4_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Exclude the layers of further tokens; the first layers are dense."""
-    count = _without_next_tokens(fields["num_hidden_layers"], data)
-    dense = data.get(DENSE_LAYERS, fields.get("mlp_layer_types", ()).count("dense"))
-    kinds = ("sparse", "dense")
-    types = tuple(kinds[type(dense) is int and i < dense] for i in layer_range(count))
-    return {"num_hidden_layers": count, "mlp_layer_types": types}
-
-
 def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     count = fields["num_hidden_layers"]
     return {"mlp_layer_types": tuple("sparse" for _ in layer_range(count))}
@@ -125,60 +103,6 @@ def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dic
 
 def _derive_gpt_oss(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": read_pattern(data, fields["num_hidden_layers"], 2)}
-
-
-def _without_next_tokens(count: Any, data: Mapping[str, Any]) -> Any:
-    """Return the number of layers without those of further tokens, which are counted as blocks."""
-    further = data.get(NEXT_TOKEN_LAYERS, 0)
-    if type(count) is int and type(further) is int and 0 < further < count:
-        return count - further
-    return count
-
-
-def _derive_qwen3_5(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Each `full_attention_interval`th layer has attention, or those that a list leaves out.
-
-    llama.cpp has one size for heads of keys and of values.
-    """
-    count = _without_next_tokens(fields["num_hidden_layers"], data)
-    every, listed = data.get("full_attention_interval", 4), data.get(RECURRENT_LAYERS)
-    if listed is None and type(every) is int and every > 0:
-        listed = [(i + 1) % every != 0 for i in layer_range(count)]
-    kinds = ("full_attention", "linear_attention")
-    H, N = (fields[f"linear_num_{x}_heads"] for x in ("key", "value"))
-    return {
-        "num_hidden_layers": count,
-        "layer_types": tuple(kinds[bool(x)] for x in (listed or ())[:count]),
-        "linear_value_head_dim": fields["linear_key_head_dim"],
-        "value_heads_tiled": fields.get("value_heads_tiled", H != N),
-    }
-
-
-def _write_qwen3_5(config: Any) -> dict[str, Any]:
-    """Return the keys of recurrent layers; llama.cpp requires sections of multimodal positions."""
-    pairs = config.rope.rotary_dim(config.head_dim) // 2
-    return {
-        RECURRENT_LAYERS: tuple(map(config.is_recurrent, range(config.num_hidden_layers))),
-        "ssm.inner_size": config.linear_sizes[1],
-        "rope.dimension_sections": (*((pairs + i) // 3 for i in (2, 1, 0)), 0),
-    }
-
-
-def _derive_lfm2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with 0 key/value heads are convolutions."""
-    each = data.get(KV_HEADS, fields["num_attention_heads"])
-    if not isinstance(each, tuple):
-        each = tuple(each for _ in layer_range(fields["num_hidden_layers"]))
-    heads = tuple(x for x in each if type(x) is int)
-    return {
-        "num_key_value_heads": max(heads, default=0),
-        "layer_types": tuple("full_attention" if x else "conv" for x in heads),
-    }
-
-
-def _write_lfm2(config: Any) -> dict[str, Any]:
-    layers = range(config.num_hidden_layers)
-    return {KV_HEADS: tuple(config.kv_heads(i) for i in layers)}
 
 
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
@@ -242,44 +166,6 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         tensor_flags=BIAS_TENSORS,
         allowed_values={**ROUTING, "expert_gating_func": (0, 3)},  # 3: softmax of the chosen
         truncates_yarn=False,
-    ),
-    "qwen35": GGUFArchitecture(
-        family=FAMILIES["qwen3_5_text"],
-        modules=names.QWEN3_5,
-        fields=(
-            *RMS_NORM,
-            Field("ssm.conv_kernel", "linear_conv_kernel_dim", REQUIRED),
-            Field("ssm.state_size", "linear_key_head_dim", REQUIRED),
-            Field("ssm.group_count", "linear_num_key_heads", REQUIRED),
-            Field("ssm.time_step_rank", "linear_num_value_heads", REQUIRED),
-        ),
-        derive=_derive_qwen3_5,
-        derive_keys=frozenset(
-            {
-                NEXT_TOKEN_LAYERS,
-                RECURRENT_LAYERS,
-                "full_attention_interval",
-                "rope.dimension_sections",
-                "ssm.inner_size",
-            }
-        ),
-        write_keys=_write_qwen3_5,
-        constants={**SILU, "attention_bias": False},
-        partial_rotary=True,
-        layout=RecurrentLayout(),
-    ),
-    "lfm2": GGUFArchitecture(
-        family=FAMILIES["lfm2"],
-        modules=names.LFM2,
-        fields=(
-            *(field for field in RMS_NORM if field.key != KV_HEADS),
-            Field("shortconv.l_cache", "conv_L_cache", REQUIRED),
-        ),
-        constants={**SILU, "conv_bias": False},
-        derive=_derive_lfm2,
-        derive_keys=frozenset({KV_HEADS}),
-        write_keys=_write_lfm2,
-        layout=RecurrentLayout(),
     ),
     "gemma2": GGUFArchitecture(
         family=FAMILIES["gemma2"],
@@ -372,7 +258,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
             Field("expert_weights_scale", "routed_scaling_factor", 1.0),
         ),
         constants={**SILU, "n_group": 1, "topk_group": 1},
-        derive=_derive_glm4_moe,
+        derive=derive_dense_layers,
         derive_keys=frozenset({DENSE_LAYERS, NEXT_TOKEN_LAYERS}),
         write_keys=lambda config: {
             DENSE_LAYERS: config.mlp_layer_types.count("dense"),
@@ -426,6 +312,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         partial_rotary=True,
     ),
 }
+ARCHITECTURES |= HYBRIDS
 # The text models of Qwen's vision models: for text alone, the sections of positions are equal.
 ARCHITECTURES |= {
     name: dataclasses.replace(

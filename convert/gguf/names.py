@@ -144,6 +144,11 @@ MIXTRAL = (*_EMBEDDINGS, *_NORMS, *_INTERLEAVED_QKVO, *_EXPERTS)
 # In all others it rotates the halves of a head, like jaxllm.
 QWEN2 = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_GATED_MLP)
 QWEN3 = (*QWEN2, *_QK_NORMS)
+_SHARED_EXPERT = tuple(
+    ModuleRow(f"{_MLP}.shared_experts.{x}_proj", f"blk.*.ffn_{x}_shexp")
+    for x in ("gate", "up", "down")
+)
+_SELECTION = ModuleRow(f"{_MLP}.selection", "blk.*.exp_probs_b")
 GLM4_MOE = (
     *_EMBEDDINGS,
     _NORMS[0],
@@ -152,11 +157,8 @@ GLM4_MOE = (
     *_QK_NORMS,
     *_GATED_MLP,
     *_EXPERTS,
-    *(
-        ModuleRow(f"{_MLP}.shared_experts.{x}_proj", f"blk.*.ffn_{x}_shexp")
-        for x in ("gate", "up", "down")
-    ),
-    ModuleRow(f"{_MLP}.selection", "blk.*.exp_probs_b"),
+    *_SHARED_EXPERT,
+    _SELECTION,
 )
 _DELTA = "layers.*.linear_attn"
 QWEN3_5 = (
@@ -173,6 +175,16 @@ QWEN3_5 = (
     ModuleRow(f"{_DELTA}.norm", "blk.*.ssm_norm"),
     ModuleRow(f"{_DELTA}.out_proj", "blk.*.ssm_out"),
 )
+QWEN3_5_MOE = (
+    *QWEN3_5,
+    *_EXPERTS,
+    *_SHARED_EXPERT,
+    ModuleRow(f"{_MLP}.shared_expert_gate", "blk.*.ffn_gate_inp_shexp", always_float32=True),
+)
+QWEN3_NEXT = (
+    *(row for row in QWEN3_5_MOE if not row.path.endswith(("in_proj_b", "in_proj_a"))),
+    ModuleRow(f"{_DELTA}.in_proj_ba", "blk.*.ssm_ba"),
+)
 LFM2 = (
     ModuleRow("embed_tokens", "token_embd"),
     ModuleRow("norm", "token_embd_norm"),  # applied at the end
@@ -185,6 +197,7 @@ LFM2 = (
     ModuleRow("layers.*.conv.conv", "blk.*.shortconv.conv", always_float32=True),
     ModuleRow("layers.*.conv.out_proj", "blk.*.shortconv.out_proj"),
 )
+LFM2_MOE = (*LFM2, *_EXPERTS, _SELECTION)
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
 GPT_OSS = (
     *_EMBEDDINGS,

@@ -92,8 +92,8 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
             tensors |= {f"{match.path}{piece}": tensor for piece, tensor in leaf[1].items()}
             if (mapped := placed.to_blocks()) is not None:
                 blocks[match.path] = mapped
-    if row.layout is not None:
-        tensors = row.layout.read(tensors, config)
+    for layout in row.layouts:
+        tensors = layout.read(tensors, config)
     check_tensors(tensors, config, str(path), formats, complaints)
     _warn_larger(path, entries.values())
     precision = _precision(tensors, formats, config)

@@ -12,11 +12,18 @@ from jaxllm.models.recurrent import DeltaNetConfig
 from jaxllm.weights.lazy import LazyTensor
 
 _CONVOLUTION, _DECAY = (".conv1d.weight", ".conv.conv.weight"), ".A_log"
+_GATE = ".shared_expert_gate.weight"  # a vector in some files
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentLayout:
-    """Convolutions `[X, L]` for `[X, 1, L]`, and -exp(A_log) for A_log."""
+    """Convolutions `[X, L]` for `[X, 1, L]`, and -exp(A_log) for A_log.
+
+    Attributes:
+        tiles: Whether value heads are tiled.
+    """
+
+    tiles: bool = True
 
     def matches(self, path: str) -> bool:
         return path.endswith((*_CONVOLUTION, _DECAY))
@@ -28,11 +35,13 @@ class RecurrentLayout:
                 result[path] = _reshape(x, (x.shape[0], 1, *x.shape[1:]))
             elif path.endswith(_DECAY):
                 result[path] = x.map_blocks(np.dtype(np.float32), _take_logarithm)
+            elif path.endswith(_GATE) and x.ndim == 1:
+                result[path] = _reshape(x, (1, *x.shape))
         return result
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
         result = dict(tensors)
-        if isinstance(config, DeltaNetConfig) and not config.value_heads_tiled:
+        if self.tiles and isinstance(config, DeltaNetConfig) and not config.value_heads_tiled:
             result = tile_value_heads(result, config)
         for path, x in result.items():
             if path.endswith(_CONVOLUTION):

@@ -105,7 +105,9 @@ def write_gguf(
         **spoken,
     }
     plain = dequantize_checkpoint(checkpoint) if checkpoint.formats else checkpoint
-    stored = plain.tensors if row.layout is None else row.layout.write(dict(plain.tensors), config)
+    stored = dict(plain.tensors)
+    for layout in reversed(row.layouts):
+        stored = layout.write(stored, config)
     tensors, parts = list[OutputTensor](), dict[str, list[tuple[int, OutputTensor]]]()
     replaced = dict[str, str]()
     for match in names.match_paths(row.modules, stored):
@@ -119,7 +121,7 @@ def write_gguf(
             block = BY_NAME["MXFP4"]  # kept, as in llama.cpp's mixtures
         if not single and block is not choose_block(kind, match.name, FULL_COLUMNS, config):
             replaced[match.name] = block.name
-        is_changed = tensor is not plain.tensors[match.path]
+        is_changed = tensor is not plain.tensors.get(match.path)
         held = None if is_changed else _copy_codes(checkpoint, match, block)
         quantized = held or _quantize_tensor(tensor, match, block, config)
         if match.module.row_range is None:

@@ -22,6 +22,7 @@ ARCHS = {
     "glm4": A.GLM4, "seed_oss": A.SEED_OSS, "ernie4_5": A.ERNIE4_5, "exaone4": A.EXAONE4,
     "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
     "gpt_oss": A.GPT_OSS, "qwen3_5_text": A.QWEN35, "lfm2": A.LFM2, "gemma4_text": A.GEMMA4,
+    "qwen3_5_moe_text": A.QWEN35MOE, "lfm2_moe": A.LFM2MOE, "qwen3_next": A.QWEN3NEXT,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -32,6 +33,7 @@ PERMUTED = {
     "ministral3",
     "granitemoehybrid",
 }  # classes of `LlamaModel`
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(w\d|\w+_proj)\.weight")
 # gpt-oss: rows of gate and up alternate, and matrices are `[in, out]`.
 FUSED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj_?(bias|)")
@@ -54,6 +56,7 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
     found = {}
     tensors = load_file(directory / "model.safetensors")
     tensors = name_experts(tensors) if kind == "gemma4_text" else stacked(tensors)
+    tensors = split_qkvz(tensors, config)
     for name, array in separate_mlp(tensors).items():
         if kind == "gpt2" and CONV1D.search(name):
             array = array.T
@@ -61,7 +64,7 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             array = permuted(array, config[heads])
         if "linear_attn" in name:
-            array = tiled(name, array, config)
+            array = array if kind == "qwen3_next" else tiled(name, array, config)
             name = name.replace("dt_bias", "dt_proj.bias")
         if "conv1d" in name or "conv.conv" in name:
             array = array.squeeze(1)
@@ -69,13 +72,14 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
             array = -np.exp(array)
         if name.endswith(("sinks", "layer_scalar")):
             name += ".weight"
-        offset = kind == "qwen3_5_text" and "linear_attn" not in name
+        offset = kind in DELTA_NETS and "linear_attn" not in name
         if (offset or kind in ("gemma2", "gemma3_text")) and name.endswith("norm.weight"):
             array = array + np.float32(1)
         if "query_key_value" in name:  # per head there, all queries first here
             per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
             array = per_head.swapaxes(0, 1).reshape(array.shape)
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace("expert_bias", "expert_bias.bias")
         if name.startswith("blk."):
             theirs = name
         else:
@@ -96,6 +100,26 @@ def tiled(name: str, array: np.ndarray, config: Mapping[str, Any]) -> np.ndarray
     first = queries if "qkv" in name or "conv1d" in name else 0
     heads = array[first:].reshape(H, N // H, -1, *array.shape[1:])
     return np.concatenate([array[:first], heads.swapaxes(0, 1).reshape(array[first:].shape)])
+
+
+def split_qkvz(
+    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """`Qwen3NextModel.modify_tensors` of llama.cpp's converter."""
+    found = dict[str, np.ndarray]()
+    for name, array in tensors.items():
+        if "in_proj_qkvz" not in name:
+            found[name] = array
+            continue
+        H, dk, dv = (
+            config[f"linear_{x}"] for x in ("num_key_heads", "key_head_dim", "value_head_dim")
+        )
+        wide = config["linear_num_value_heads"] // H * dv
+        parts = np.split(array.reshape(H, -1, array.shape[1]), np.cumsum([dk, dk, wide]), axis=1)
+        *qkv, z = (part.reshape(-1, array.shape[1]) for part in parts)
+        found[name.replace("qkvz", "qkv")] = np.concatenate(qkv)
+        found[name.replace("qkvz", "z")] = z
+    return found
 
 
 def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -158,10 +182,11 @@ SETTINGS = {
     "parallel_residual": ("use_parallel_residual",),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_shared_count": ("n_shared_experts",),
-    "leading_dense_block_count": ("first_k_dense_replace",),
+    "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
     "expert_weights_scale": ("routed_scaling_factor",),
     "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "attention_scale": ("attention_multiplier",),
@@ -175,10 +200,12 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     kind = config["model_type"]
     for setting, names in SETTINGS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
-        if kind == "lfm2" and setting == "head_count_kv":
+        if kind.startswith("lfm2") and setting == "head_count_kv":
             value = [value * (layer != "conv") for layer in config["layer_types"]]
         if kind == "gemma4_text" and setting in ("feed_forward_length", "head_count_kv"):
             value = by_layer(setting, value, config)
+        if kind == "lfm2_moe" and setting == "expert_weights_scale":
+            continue
         if value is not None:
             getattr(writer, f"add_{setting}")(value)
     if kind == "gpt2":
@@ -190,8 +217,9 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind in ("gemma3_text", "gemma4_text", "olmo3"):
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "glm4_moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if kind in ("gpt_neox", "glm4", "glm4_moe", "cohere2"):
         turned = int(rope.get("partial_rotary_factor", 1) * head_dim)
@@ -210,11 +238,11 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "ministral3", "exaone4", "cohere2",
         "gpt_oss", "gemma4_text",
     )  # fmt: skip
-    if kind == "qwen3_5_text":
+    if kind in DELTA_NETS:
         add_delta_net(writer, config)
     if kind == "gemma4_text":
         add_gemma4(writer, config)
-    if kind == "lfm2":
+    if kind.startswith("lfm2"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -233,10 +261,11 @@ def add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
-    writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     share = config["rope_parameters"]["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(share * config["head_dim"]))
-    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
 
 
 def by_layer(setting: str, value: int, config: Mapping[str, Any]) -> Any:

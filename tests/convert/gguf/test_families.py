@@ -81,10 +81,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 32,
     },
     "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        "num_hidden_layers": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+    },
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
 IDS = tokens(2, 9)
+RARE = ("lfm2_moe",)  # siblings of others, in `make test-full` only
 # Families whose tensor layout differs from Llama's; `make test-full` runs all.
 EVERY_DAY = [
     pytest.param(
@@ -96,7 +101,10 @@ EVERY_DAY = [
     if family not in ("gpt2", "gpt_oss")
 ]
 TYPES = [
-    *((family, "Q8_0") for family in FAMILIES),
+    *(
+        pytest.param(family, "Q8_0", marks=[pytest.mark.full] if family in RARE else [])
+        for family in FAMILIES
+    ),
     *((family, name) for family in ("mistral", "gpt2") for name in ("F32", "F16", "BF16", "Q4_0")),
     *(
         pytest.param(family, "F32", marks=pytest.mark.full)
@@ -111,7 +119,8 @@ def sizes_of(family: str) -> dict[str, Any]:
         dense = {"layer_types": ["full_attention"] * 6, "mamba_n_heads": 1, "mamba_n_groups": 1}
         return {**SIZES, **dense, "shared_intermediate_size": 96, "spread": 0.1}
     sizes = {**({} if family == "gpt2" else SIZES), **FAMILIES[family], "spread": 0.1}
-    names = {"gpt_neox": "layer_norm_eps", "cohere2": "layer_norm_eps", "lfm2": "norm_eps"}
+    names = {"gpt_neox": "layer_norm_eps", "cohere2": "layer_norm_eps"}
+    names |= dict.fromkeys(("lfm2", "lfm2_moe"), "norm_eps")
     if family in names:
         sizes[names[family]] = sizes.pop("rms_norm_eps")
     return sizes
@@ -131,7 +140,10 @@ def logits(directory: Path) -> np.ndarray:
         return np.asarray(model.eval()(torch.tensor(IDS)).logits.numpy())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=[pytest.mark.full] if x in RARE else []) for x in FAMILIES],
+)
 def test_gguf_family_logits_equal_transformers(family: str, directory: Any, tmp_path: Path) -> None:
     """The GGUF file of each family has the configuration and weights of its Hugging Face
     checkpoint, and transformers' logits.
