@@ -78,20 +78,20 @@ def _stack_shape(config: LatentConfig) -> tuple[int, int, int]:
     return config.num_attention_heads, rows, config.kv_lora_rank
 
 
-def _query_rows(config: Any) -> np.ndarray:
+def query_rows(config: Any) -> np.ndarray:
     """Return the order of the rows of queries; a head's rotated dimensions come last."""
     first, width = config.qk_nope_head_dim, config.qk_rope_head_dim
     return paired_rows(config.num_attention_heads, first + width, first, width)
 
 
-def _latent_rows(config: Any) -> np.ndarray:
+def latent_rows(config: Any) -> np.ndarray:
     """Return the order of the rows of the latent, and of the rotated dimensions after it."""
     rank, width = config.kv_lora_rank, config.qk_rope_head_dim
     return paired_rows(1, rank + width, rank, width)
 
 
 PAIRED_LATENTS = (
-    paired_layout("self_attn.q_proj", _query_rows),
-    paired_layout("self_attn.q_b_proj", _query_rows),
-    paired_layout("self_attn.kv_a_proj_with_mqa", _latent_rows),
+    paired_layout("self_attn.q_proj", query_rows),
+    paired_layout("self_attn.q_b_proj", query_rows),
+    paired_layout("self_attn.kv_a_proj_with_mqa", latent_rows),
 )

@@ -22,6 +22,7 @@ from jaxllm.convert.gguf.architecture import (
 )
 from jaxllm.convert.gguf.gemma4 import GEMMA4
 from jaxllm.convert.gguf.hybrid_families import HYBRIDS
+from jaxllm.convert.gguf.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
@@ -312,7 +313,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         partial_rotary=True,
     ),
 }
-ARCHITECTURES |= HYBRIDS
+ARCHITECTURES |= {**HYBRIDS, "deepseek2": DEEPSEEK_V2}
 # The text models of Qwen's vision models: for text alone, the sections of positions are equal.
 ARCHITECTURES |= {
     name: dataclasses.replace(
@@ -321,9 +322,11 @@ ARCHITECTURES |= {
     )
     for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"))
 }
-# Architectures that a positive number under a key makes another family: name, key and row. Rows
-# without a key are for writing only.
+# Architectures that a positive number under a key, of those that the row allows, makes another
+# family: name, key and row. Rows without a key are for writing only.
 VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
+    ("deepseek2", "expert_gating_func", DEEPSEEK_V3),
+    ("deepseek2", "", GLM4_MOE_LITE),  # read as DeepSeek-V3
     (
         "llama",
         "expert_count",

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import gate_up_rows, qkv_rows
+from jaxllm.convert.latent_layouts import latent_rows, query_rows
 from jaxllm.convert.rotary_pairs import head_rows
 
 RowOrder = Callable[[ModelConfig], np.ndarray]  # our row for each of GGUF's
@@ -155,6 +156,27 @@ GLM4_MOE = (
     _POST_NORMS[0],
     *_QKVO,
     *_QK_NORMS,
+    *_GATED_MLP,
+    *_EXPERTS,
+    *_SHARED_EXPERT,
+    _SELECTION,
+)
+_LATENT_QUERIES, _LATENTS = (
+    lambda config: np.argsort(query_rows(config)),
+    lambda config: np.argsort(latent_rows(config)),
+)
+LATENT_MOE = (  # pairs, as in Hugging Face's files
+    *_EMBEDDINGS,
+    *_NORMS,
+    ModuleRow(f"{_ATTENTION}.q_proj", "blk.*.attn_q", row_order=_LATENT_QUERIES),
+    ModuleRow(f"{_ATTENTION}.q_a_proj", "blk.*.attn_q_a"),
+    ModuleRow(f"{_ATTENTION}.q_a_layernorm", "blk.*.attn_q_a_norm"),
+    ModuleRow(f"{_ATTENTION}.q_b_proj", "blk.*.attn_q_b", row_order=_LATENT_QUERIES),
+    ModuleRow(f"{_ATTENTION}.kv_a_proj_with_mqa", "blk.*.attn_kv_a_mqa", row_order=_LATENTS),
+    ModuleRow(f"{_ATTENTION}.kv_a_layernorm", "blk.*.attn_kv_a_norm"),
+    ModuleRow(f"{_ATTENTION}.k_b_proj", "blk.*.attn_k_b"),
+    ModuleRow(f"{_ATTENTION}.v_b_proj", "blk.*.attn_v_b"),
+    _QKVO[3],
     *_GATED_MLP,
     *_EXPERTS,
     *_SHARED_EXPERT,

@@ -43,7 +43,8 @@ def find_architecture(header: GGUFHeader) -> tuple[str, GGUFArchitecture]:
         )
     for architecture, key, row in VARIANTS:
         count = header.settings.get(f"{name}.{key}")
-        if architecture == name and type(count) is int and count:
+        is_allowed = count in row.allowed_values.get(key, (count,))
+        if architecture == name and type(count) is int and count and is_allowed:
             return name, row
     return name, ARCHITECTURES[name]
 
@@ -99,7 +100,8 @@ def read_config(
         fields[name] = default if value == 0 and default in (None, 1.0) else value
     if TOKEN_TABLE not in entries or len(entries[TOKEN_TABLE].shape) != 2:
         complaints.append(f"{TOKEN_TABLE} is missing or not a matrix")
-    known = {field.key for field in row.fields} | IGNORED | row.derive_keys
+    own = {field.key for field in row.fields} | row.derive_keys
+    known = own | IGNORED
     allowed = {**ALLOWED, **row.allowed_values}
     for key, value in data.items():
         if key in known or (row.uses_rope and key in ROPE_KEYS and key not in row.allowed_values):
@@ -128,8 +130,10 @@ def read_config(
     fields["tie_word_embeddings"] = "output.weight" not in entries
     if "attention_multiplier" in fields and fields["attention_multiplier"] is None:
         fields["attention_multiplier"] = float(size**-0.5)
-    rotary_keys = ["rope.dimension_count"] if row.uses_rope and not row.partial_rotary else []
-    for key in ("attention.value_length", *rotary_keys):
+    sizes = {"attention.value_length"}
+    if row.uses_rope and not row.partial_rotary:
+        sizes.add("rope.dimension_count")
+    for key in sorted(sizes - own):
         for name, expected in ((key, size), (f"{key}_swa", fields["head_dim"])):
             if data.get(name, expected) != expected:
                 complaints.append(
@@ -138,7 +142,8 @@ def read_config(
                 )
     if row.uses_rope:
         share = data.get("rope.dimension_count", size) if row.partial_rotary else None
-        rope = read_rope(data, divisors, begins, complaints, (share, size), row.allowed_values)
+        rotary = {key: value for key, value in data.items() if key not in row.derive_keys}
+        rope = read_rope(rotary, divisors, begins, complaints, (share, size), row.allowed_values)
         if rope is not None and rope.rope_type == "yarn" and not row.truncates_yarn:
             rope = dataclasses.replace(rope, truncate=False)
         fields["rope"] = rope
@@ -173,9 +178,9 @@ def write_config(
     kind = config.long_attention(0)
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
-    values = {key: getattr(config, name) for key, name, *_ in row.fields}
     head_dim = getattr(config, row.head_dim)
-    values |= keys | {"attention.value_length": head_dim, "vocab_size": config.vocab_size}
+    values = {"attention.value_length": head_dim, "vocab_size": config.vocab_size}
+    values |= {key: getattr(config, name) for key, name, *_ in row.fields} | keys
     if row.writes_pattern and not any(slides):
         values.pop("attention.sliding_window_pattern", None)
     for key, value in values.items():
@@ -189,11 +194,15 @@ def write_config(
             if rope.truncate is not False:
                 complaints.append(f"YaRN's truncate {rope.truncate}")
             rope = dataclasses.replace(rope, truncate=None)
+        if LOG_MULTIPLIER in row.derive_keys:  # which `derive` compares
+            rope = dataclasses.replace(
+                rope, mscale=None, mscale_all_dim=None, attention_factor=None
+            )
         settings, divisors = write_rope(rope, head_dim, context, complaints, unit)
         turned = rope.rotary_dim(head_dim)
         if turned != head_dim and not row.partial_rotary:
             complaints.append(f"partial_rotary_factor {rope.partial_rotary_factor!r}")
-        values |= {"rope.dimension_count": turned, **settings}
+        values = {"rope.dimension_count": turned, **settings} | values
     if complaints:
         raise ConfigError(f"GGUF does not support {'; '.join(complaints)}")
     keys = {f"{name}.{key}": value for key, value in values.items() if value is not None}

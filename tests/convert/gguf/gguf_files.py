@@ -23,6 +23,7 @@ ARCHS = {
     "cohere2": A.COHERE2, "granitemoehybrid": A.GRANITE, "glm4_moe": A.GLM4_MOE,
     "gpt_oss": A.GPT_OSS, "qwen3_5_text": A.QWEN35, "lfm2": A.LFM2, "gemma4_text": A.GEMMA4,
     "qwen3_5_moe_text": A.QWEN35MOE, "lfm2_moe": A.LFM2MOE, "qwen3_next": A.QWEN3NEXT,
+    "deepseek_v2": A.DEEPSEEK2, "deepseek_v3": A.DEEPSEEK2,
 }  # fmt: skip
 PERMUTED = {
     "llama",
@@ -56,7 +57,7 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
     found = {}
     tensors = load_file(directory / "model.safetensors")
     tensors = name_experts(tensors) if kind == "gemma4_text" else stacked(tensors)
-    tensors = split_qkvz(tensors, config)
+    tensors = split_kv_b(split_qkvz(tensors, config), config)
     for name, array in separate_mlp(tensors).items():
         if kind == "gpt2" and CONV1D.search(name):
             array = array.T
@@ -119,6 +120,22 @@ def split_qkvz(
         *qkv, z = (part.reshape(-1, array.shape[1]) for part in parts)
         found[name.replace("qkvz", "qkv")] = np.concatenate(qkv)
         found[name.replace("qkvz", "z")] = z
+    return found
+
+
+def split_kv_b(
+    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Split keys from values of latent attention, and transpose them, as the converter does."""
+    found = dict[str, np.ndarray]()
+    for name, array in tensors.items():
+        if "kv_b_proj" not in name:
+            found[name] = array
+            continue
+        heads = array.reshape(config["num_attention_heads"], -1, array.shape[1])
+        k, v = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+        found[name.replace("kv_b", "k_b")] = k.swapaxes(1, 2)
+        found[name.replace("kv_b", "v_b")] = v
     return found
 
 
@@ -206,6 +223,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             value = by_layer(setting, value, config)
         if kind == "lfm2_moe" and setting == "expert_weights_scale":
             continue
+        if kind.startswith("deepseek") and setting == "head_count_kv":
+            value = 1
         if value is not None:
             getattr(writer, f"add_{setting}")(value)
     if kind == "gpt2":
@@ -226,9 +245,13 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(turned)
     elif kind == "phi3":
         add_longrope(writer, config, head_dim)
-    if kind not in ("gpt_neox", "phi3", "cohere2", "gemma4_text") and config.get("head_dim"):
+    own_sizes = ("gpt_neox", "phi3", "cohere2", "gemma4_text", "deepseek_v2", "deepseek_v3")
+    if kind not in own_sizes and config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if kind.startswith("deepseek"):
+        add_latents(writer, config)
+        rope = {**rope, "mscale_all_dim": 0.1 * rope.get("mscale_all_dim", 0)}
     if rope["rope_type"] == "yarn":
         add_yarn(writer, rope)
     if kind in PERMUTED:
@@ -298,6 +321,25 @@ def add_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     turned = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
     divisors = np.array([1.0] * turned + [1e30] * (full // 2 - turned), np.float32)
     writer.add_tensor("rope_freqs.weight", divisors)
+
+
+def add_latents(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """`DeepseekV2Model.set_gguf_parameters` of llama.cpp's converter."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(turned)
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def add_yarn(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:

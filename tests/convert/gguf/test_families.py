@@ -23,12 +23,17 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.gguf_files import ARCHS, overwrite, raw_of, raw_tensors, write
-from tests.tiny_models import ROPES, assert_close, saved_once, tokens
+from tests.tiny_models import ROPES, assert_close, save_random, saved_once, tokens
 
 # Head sizes differ from hidden_size / heads if a family allows it; rows are whole blocks.
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "rms_norm_eps": 1e-3, "max_position_embeddings": 97,
+}  # fmt: skip
+LATENT = {
+    "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8,
+    "v_head_dim": 24, "attention_bias": False,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
@@ -85,11 +90,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.0,
         "tie_word_embeddings": True,
     },
+    "deepseek_v2": {**LATENT, "topk_method": "greedy", "mlp_bias": False},
+    "deepseek_v3": {
+        **LATENT, "rope_parameters": {**ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
 IDS = tokens(2, 9)
-RARE = ("lfm2_moe",)  # siblings of others, in `make test-full` only
+RARE = ("lfm2_moe", "deepseek_v2", "deepseek_v3")  # siblings of others, in `make test-full` only
 # Families whose tensor layout differs from Llama's; `make test-full` runs all.
 EVERY_DAY = [
     pytest.param(
@@ -97,8 +106,8 @@ EVERY_DAY = [
         marks=[] if family in ("gemma2", "phi3", "mixtral", "gpt_neox") else [pytest.mark.full],
     )
     for family in FAMILIES
-    # tests/convert/gguf/test_reader.py, tests/convert/test_mxfp4.py
-    if family not in ("gpt2", "gpt_oss")
+    # tests/convert/gguf/test_reader.py, tests/convert/test_mxfp4.py; keys of heads are transposed
+    if family not in ("gpt2", "gpt_oss", "deepseek_v2", "deepseek_v3")
 ]
 TYPES = [
     *(
@@ -188,6 +197,17 @@ def test_layers_of_further_tokens_are_not_read(directory: Any, tmp_path: Path) -
 
     read = open_gguf(write(tmp_path / "a.gguf", source, also=overwrite(also)))
     assert read.config == open_checkpoint(source).config
+
+
+@pytest.mark.full
+def test_glm_flash_is_deepseek_v3_in_gguf(tmp_path: Path) -> None:
+    """llama.cpp has one architecture for both."""
+    source = tmp_path / "hf"
+    save_random(source, "glm4_moe_lite", spread=0.1)
+    write_gguf(tmp_path / "a.gguf", open_checkpoint(source), "F32")
+    lm = jaxllm.load(tmp_path / "a.gguf")
+    assert lm.config.model_type == "deepseek_v3"
+    assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
 
 
 def test_granite_4_is_granite_in_gguf(directory: Any, tmp_path: Path) -> None:
@@ -391,6 +411,10 @@ BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
         "llama", lambda w: w.add_tensor("rope_freqs.weight", np.full(4, -1, np.float32)),
         "not positive",
     ),
+    "keys and values in one matrix": (
+        "deepseek_v2", lambda w: w.add_string("deepseek2.attention.key_length_mla", "x"),
+        "the file is too old",
+    ),
     "many layers": ("smollm3", lambda w: w.add_block_count(2**32 - 1), "<= 1024, got 4294967295"),
 }  # fmt: skip
 
@@ -464,6 +488,17 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "mscale",
     ),
+    "scales that change the magnitude": (
+        "deepseek_v3",
+        {
+            "rope": Rope(
+                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
+                mscale=0.7, mscale_all_dim=1.0,
+            )
+        },
+        r"mscale=0\.7",
+    ),
+    "groups ranked by one expert": ("deepseek_v2", {"n_group": 2}, "n_group 2"),
     "partial RoPE": (
         "olmo2",
         {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},
