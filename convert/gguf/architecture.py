@@ -94,6 +94,12 @@ SIZE_FIELDS = (
 )
 RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
 LAYER_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
+MULTIPLIERS = (  # Granite's
+    Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
+    Field("embedding_scale", "embedding_multiplier", 1.0),
+    Field("residual_scale", "residual_multiplier", 1.0),
+    Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
+)
 EXPERTS = (
     Field("expert_count", "num_experts", REQUIRED),
     Field("expert_used_count", "num_experts_per_tok", REQUIRED),

@@ -10,6 +10,7 @@ from jaxllm.convert.gguf.architecture import (
     DENSE_LAYERS,
     EXPERTS,
     LAYER_NORM,
+    MULTIPLIERS,
     NEXT_TOKEN_LAYERS,
     RMS_NORM,
     ROUTING,
@@ -21,7 +22,7 @@ from jaxllm.convert.gguf.architecture import (
     read_pattern,
 )
 from jaxllm.convert.gguf.gemma4 import GEMMA4
-from jaxllm.convert.gguf.hybrid_families import HYBRIDS
+from jaxllm.convert.gguf.hybrid_families import GRANITE_4_MOE, HYBRIDS
 from jaxllm.convert.gguf.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from jaxllm.convert.gguf.rotary import LOG_MULTIPLIER
 from jaxllm.convert.tables import REQUIRED, Field
@@ -228,13 +229,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "granite": GGUFArchitecture(
         family=FAMILIES["granite"],
         modules=names.LLAMA,
-        fields=(
-            *RMS_NORM,
-            Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
-            Field("embedding_scale", "embedding_multiplier", 1.0),
-            Field("residual_scale", "residual_multiplier", 1.0),
-            Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
-        ),
+        fields=(*RMS_NORM, *MULTIPLIERS),
         tensor_flags=MLP_BIAS_TENSORS,
         # For Granite this is a switch: without it llama.cpp applies no RoPE.
         allowed_values={"rope.scaling.finetuned": (True,)},
@@ -327,6 +322,7 @@ ARCHITECTURES |= {
 VARIANTS: tuple[tuple[str, str, GGUFArchitecture], ...] = (
     ("deepseek2", "expert_gating_func", DEEPSEEK_V3),
     ("deepseek2", "", GLM4_MOE_LITE),  # read as DeepSeek-V3
+    ("granitehybrid", "expert_count", GRANITE_4_MOE),
     (
         "llama",
         "expert_count",

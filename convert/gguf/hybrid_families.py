@@ -1,7 +1,7 @@
 """The GGUF architectures of families with recurrent layers, and of their siblings with experts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxllm.convert.gguf import names
@@ -9,6 +9,7 @@ from jaxllm.convert.gguf.architecture import (
     DENSE_LAYERS,
     EXPERTS,
     KV_HEADS,
+    MULTIPLIERS,
     NEXT_TOKEN_LAYERS,
     RECURRENT_LAYERS,
     RMS_NORM,
@@ -24,6 +25,7 @@ from jaxllm.convert.qwen3_next import FUSED_BETA_AND_ALPHA
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import FAMILIES
 
+_ROPE_SWITCH = "rope.scaling.finetuned"
 EXPERT_SIZE = "expert_feed_forward_length"
 SHARED_EXPERT_SIZE = Field(
     "expert_shared_feed_forward_length", "shared_expert_intermediate_size", REQUIRED
@@ -71,21 +73,37 @@ def _write_qwen3_5(config: Any) -> dict[str, Any]:
     }
 
 
-def _derive_lfm2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with 0 key/value heads are convolutions."""
+def _derive_kv_heads(
+    fields: Mapping[str, Any], data: Mapping[str, Any], recurrent: str = "conv"
+) -> dict[str, Any]:
+    """Layers with 0 key/value heads are recurrent."""
     each = data.get(KV_HEADS, fields["num_attention_heads"])
     if not isinstance(each, tuple):
         each = tuple(each for _ in layer_range(fields["num_hidden_layers"]))
     heads = tuple(x for x in each if type(x) is int)
     return {
         "num_key_value_heads": max(heads, default=0),
-        "layer_types": tuple("full_attention" if x else "conv" for x in heads),
+        "layer_types": tuple("full_attention" if x else recurrent for x in heads),
     }
 
 
-def _write_lfm2(config: Any) -> dict[str, Any]:
+def _write_kv_heads(config: Any) -> dict[str, Any]:
     layers = range(config.num_hidden_layers)
     return {KV_HEADS: tuple(config.kv_heads(i) for i in layers)}
+
+
+def _derive_granite(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Mamba-2 layers have twice the hidden channels, for llama.cpp; a switch is for RoPE."""
+    heads = fields["mamba_n_heads"]
+    return {
+        **_derive_kv_heads(fields, data, "linear_attention"),
+        "uses_rope": data.get(_ROPE_SWITCH, True),
+        "mamba_d_head": 2 * fields["hidden_size"] // heads if type(heads) is int and heads else 0,
+    }
+
+
+def _read_convolution_bias(tensors: Collection[str]) -> dict[str, Any]:
+    return {"mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors)}
 
 
 HYBRIDS: dict[str, GGUFArchitecture] = {
@@ -122,9 +140,9 @@ HYBRIDS: dict[str, GGUFArchitecture] = {
             Field("shortconv.l_cache", "conv_L_cache", REQUIRED),
         ),
         constants={**SILU, "conv_bias": False},
-        derive=_derive_lfm2,
+        derive=_derive_kv_heads,
         derive_keys=frozenset({KV_HEADS}),
-        write_keys=_write_lfm2,
+        write_keys=_write_kv_heads,
         layouts=(RecurrentLayout(),),
     ),
 }
@@ -174,13 +192,50 @@ HYBRIDS |= {
             "use_expert_bias": True,
             "routed_scaling_factor": 1.0,
         },
-        derive=lambda fields, data: derive_dense_layers(fields, data) | _derive_lfm2(fields, data),
+        derive=lambda fields, data: (
+            derive_dense_layers(fields, data) | _derive_kv_heads(fields, data)
+        ),
         derive_keys=_LFM2.derive_keys | {DENSE_LAYERS},
         write_keys=lambda config: {
-            **_write_lfm2(config),
+            **_write_kv_heads(config),
             DENSE_LAYERS: config.mlp_layer_types.count("dense"),
             "expert_gating_func": 2,
         },
         allowed_values={**ROUTING, "expert_gating_func": (2,)},  # sigmoid
     ),
+    "granitehybrid": GGUFArchitecture(
+        family=FAMILIES["granitemoehybrid"],
+        modules=names.GRANITE_HYBRID,
+        fields=(
+            *_omit(KV_HEADS),
+            *MULTIPLIERS,
+            Field("ssm.conv_kernel", "mamba_d_conv", REQUIRED),
+            Field("ssm.state_size", "mamba_d_state", REQUIRED),
+            Field("ssm.group_count", "mamba_n_groups", REQUIRED),
+            Field("ssm.time_step_rank", "mamba_n_heads", REQUIRED),
+        ),
+        constants={**SILU, "attention_bias": False, "mamba_proj_bias": False},
+        derive=_derive_granite,
+        derive_keys=frozenset({KV_HEADS, _ROPE_SWITCH, SHARED_EXPERT_SIZE.key, "ssm.inner_size"}),
+        write_keys=lambda config: {
+            **_write_kv_heads(config),
+            _ROPE_SWITCH: config.uses_rope,
+            "ssm.inner_size": config.mamba_sizes[0],
+        },
+        read_names=_read_convolution_bias,
+        layouts=(RecurrentLayout(),),
+    ),
 }
+_GRANITE = HYBRIDS["granitehybrid"]
+GRANITE_4_MOE = dataclasses.replace(
+    _GRANITE,
+    family=FAMILIES["granitemoehybrid_moe"],
+    modules=names.GRANITE_HYBRID_MOE,
+    fields=(
+        *_GRANITE.fields,
+        *EXPERTS,
+        Field(SHARED_EXPERT_SIZE.key, "shared_intermediate_size", REQUIRED),
+    ),
+    derive_keys=_GRANITE.derive_keys - {SHARED_EXPERT_SIZE.key},
+    allowed_values=ROUTING,
+)

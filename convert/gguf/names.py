@@ -220,6 +220,22 @@ LFM2 = (
     ModuleRow("layers.*.conv.out_proj", "blk.*.shortconv.out_proj"),
 )
 LFM2_MOE = (*LFM2, *_EXPERTS, _SELECTION)
+_MAMBA = "layers.*.mamba"
+GRANITE_HYBRID = (
+    *LLAMA,
+    ModuleRow(f"{_MAMBA}.in_proj", "blk.*.ssm_in"),
+    ModuleRow(f"{_MAMBA}.conv1d", "blk.*.ssm_conv1d", always_float32=True),
+    ModuleRow(f"{_MAMBA}.A_log", "blk.*.ssm_a", always_float32=True),
+    ModuleRow(f"{_MAMBA}.D", "blk.*.ssm_d", always_float32=True),
+    ModuleRow(f"{_MAMBA}.dt_bias", "blk.*.ssm_dt.bias"),
+    ModuleRow(f"{_MAMBA}.norm", "blk.*.ssm_norm", always_float32=True),
+    ModuleRow(f"{_MAMBA}.out_proj", "blk.*.ssm_out"),
+)
+GRANITE_HYBRID_MOE = (
+    *(row for row in GRANITE_HYBRID if row not in _GATED_MLP),
+    *_EXPERTS,
+    *_SHARED_EXPERT,
+)
 QWEN3_MOE = (*_EMBEDDINGS, *_NORMS, *_QKVO, *_QK_NORMS, *_EXPERTS)
 GPT_OSS = (
     *_EMBEDDINGS,

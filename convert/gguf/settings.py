@@ -161,8 +161,11 @@ def write_config(
 
     Raises ConfigError with everything in a configuration that GGUF cannot express.
     """
-    rows = [*ARCHITECTURES.items(), *((name, row) for name, _, row in VARIANTS)]
+    rows = [*((name, row) for name, _, row in VARIANTS), *ARCHITECTURES.items()]
     candidates = [(n, row) for n, row in rows if type(config) is row.family.config]
+    has_states = any(config.state_shape(i) for i in range(config.num_hidden_layers))
+    if has_states and len(candidates) > 1:
+        candidates.pop(0)  # Granite 4 is Granite only without Mamba layers
     if not candidates:
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
     name, row = candidates[0]
@@ -184,6 +187,8 @@ def write_config(
     if row.writes_pattern and not any(slides):
         values.pop("attention.sliding_window_pattern", None)
     for key, value in values.items():
+        if type(value) is int and key.endswith("scale"):  # a float to llama.cpp
+            values[key] = float(value)
         if isinstance(value, tuple):
             values[key] = np.array(value, bool if type(value[0]) is bool else np.int32)
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)

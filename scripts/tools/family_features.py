@@ -22,7 +22,7 @@ GATE = "tests/models/test_families.py::"
 WAYS = "tests/test_invariance.py::test_every_way_of_running_a_text_has_the_same_bits"
 STATE = "tests/cache/test_recurrent.py::"
 GGUF = "tests/convert/gguf/test_families.py::"
-TILED = "tests/convert/gguf/test_recurrent.py::"
+RECURRENT = "tests/convert/gguf/test_recurrent.py::"
 # Each column's heading, and the tests of which one is in the cell.
 COLUMNS = {
     "stages": (f"{GATE}test_every_stage_equals_transformers",),
@@ -32,11 +32,13 @@ COLUMNS = {
     "files": (f"{GATE}test_checkpoint_files_round_trip",),
     "GGUF in": (
         f"{GGUF}test_gguf_family_logits_equal_transformers",
-        f"{TILED}test_tiled_value_heads_equal_transformers",
+        f"{RECURRENT}test_tiled_value_heads_equal_transformers",
+        f"{RECURRENT}test_mamba2_files_have_llama_cpp_layout",
     ),
     "GGUF out": (
         f"{GGUF}test_written_gguf_equals_llama_cpp_converter",
-        f"{TILED}test_written_files_tile_value_heads",
+        f"{RECURRENT}test_written_files_tile_value_heads",
+        f"{RECURRENT}test_mamba2_files_have_llama_cpp_layout",
     ),
     "LoRA": ("tests/adapters/test_peft.py::test_adapters_of_each_family_equal_peft",),
     "int": (f"{GATE}test_quantized_logits_equal_dequantized_logits",),

@@ -1,4 +1,4 @@
-"""Qwen3.5 in GGUF, whose value heads llama.cpp tiles, and its siblings with experts."""
+"""Recurrent layers in GGUF: Qwen3.5, whose value heads are tiled, its siblings, and Mamba-2."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from jaxllm.convert.gguf.reader import open_gguf
 from jaxllm.convert.gguf.writer import write_gguf
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_checkpoint
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from tests.convert.gguf.gguf_files import overwrite, raw_of, raw_tensors, write
 from tests.tiny_models import assert_close, save_random, tokens
 
@@ -50,11 +50,15 @@ def logits_of(file: Path) -> Any:
     return jaxllm.forward(lm.model, lm.params, None, IDS).logits
 
 
-@pytest.fixture(scope="module")
-def expected(source: Path) -> np.ndarray:
+def torch_logits(source: Path) -> np.ndarray:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         return np.asarray(model.eval()(torch.tensor(IDS)).logits.numpy())
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> np.ndarray:
+    return torch_logits(source)
 
 
 def test_tiled_value_heads_equal_transformers(
@@ -127,3 +131,41 @@ def test_other_layers_are_refused(source: Path, tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"layers\.[01]\."):
         open_gguf(write(tmp_path / "a.gguf", source, also=overwrite(also)))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=pytest.mark.full) for x in ("granitemoehybrid", "granitemoehybrid_moe")],
+)
+def test_mamba2_files_have_llama_cpp_layout(family: str, tmp_path: Path) -> None:
+    """Vectors of Mamba-2 layers are matrices in GGUF, scales are floats; what is read from a file
+    equals transformers.
+    """
+    source, file = tmp_path / "hf", tmp_path / "a.gguf"
+    save_random(source, family, spread=0.1, num_hidden_layers=2)
+    checkpoint = open_checkpoint(source)
+    write_gguf(file, checkpoint, "F32")
+    tensors, reader = load_file(source / "model.safetensors"), gguf.GGUFReader(file)
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    where, groups = "model.layers.0.mamba.", 2
+    for name, array in (
+        ("ssm_a", -np.exp(tensors[f"{where}A_log"])[:, None]),
+        ("ssm_d", tensors[f"{where}D"][:, None]),
+        ("ssm_norm.weight", tensors[f"{where}norm.weight"].reshape(groups, -1)),
+        ("ssm_conv1d.weight", tensors[f"{where}conv1d.weight"][:, 0]),
+        ("ssm_dt.bias", tensors[f"{where}dt_bias"]),
+    ):
+        assert found[f"blk.0.{name}"].shape == array.shape
+        np.testing.assert_allclose(found[f"blk.0.{name}"], array, rtol=1e-6)
+    scale = reader.fields["granitehybrid.embedding_scale"]
+    assert scale.types == [gguf.GGUFValueType.FLOAT32]
+    assert reader.fields["granitehybrid.attention.head_count_kv"].contents() == [0, 2]
+    assert open_gguf(file).config == checkpoint.config
+    assert_close(logits_of(file), torch_logits(source))
+
+
+def test_other_widths_of_mamba2_are_not_written(tmp_path: Path) -> None:
+    """llama.cpp's Mamba-2 layers have twice the hidden channels."""
+    save_random(tmp_path, "granitemoehybrid", num_hidden_layers=2, mamba_expand=1)
+    with pytest.raises(ConfigError, match="mamba_d_head 8 "):
+        write_gguf(tmp_path / "a.gguf", open_checkpoint(tmp_path), "F32")
