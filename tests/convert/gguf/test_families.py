@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "rms_norm_eps": 1e-3, "max_position_embeddings": 97,
 }  # fmt: skip
+RARE, SCALES = ("lfm2_moe", "deepseek_v2", "deepseek_v3"), ("mscale", "mscale_all_dim")
 LATENT = {
     "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32,
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8,
@@ -91,14 +92,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "deepseek_v2": {**LATENT, "topk_method": "greedy", "mlp_bias": False},
-    "deepseek_v3": {
-        **LATENT, "rope_parameters": {**ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7},
-    },
+    "deepseek_v3": {**LATENT, "rope_parameters": {**ROPES["yarn"], **dict.fromkeys(SCALES, 0.7)}},
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
 IDS = tokens(2, 9)
-RARE = ("lfm2_moe", "deepseek_v2", "deepseek_v3")  # siblings of others, in `make test-full` only
+
+
+def mark_rare(family: str, *values: str) -> Any:
+    """Return a test's parameters, marked for `make test-full` if others share the family's code."""
+    return pytest.param(family, *values, marks=[pytest.mark.full] if family in RARE else [])
+
+
 # Families whose tensor layout differs from Llama's; `make test-full` runs all.
 EVERY_DAY = [
     pytest.param(
@@ -110,10 +115,7 @@ EVERY_DAY = [
     if family not in ("gpt2", "gpt_oss", "deepseek_v2", "deepseek_v3")
 ]
 TYPES = [
-    *(
-        pytest.param(family, "Q8_0", marks=[pytest.mark.full] if family in RARE else [])
-        for family in FAMILIES
-    ),
+    *(mark_rare(family, "Q8_0") for family in FAMILIES),
     *((family, name) for family in ("mistral", "gpt2") for name in ("F32", "F16", "BF16", "Q4_0")),
     *(
         pytest.param(family, "F32", marks=pytest.mark.full)
@@ -149,10 +151,7 @@ def logits(directory: Path) -> np.ndarray:
         return np.asarray(model.eval()(torch.tensor(IDS)).logits.numpy())
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(x, marks=[pytest.mark.full] if x in RARE else []) for x in FAMILIES],
-)
+@pytest.mark.parametrize("family", [mark_rare(x) for x in FAMILIES])
 def test_gguf_family_logits_equal_transformers(family: str, directory: Any, tmp_path: Path) -> None:
     """The GGUF file of each family has the configuration and weights of its Hugging Face
     checkpoint, and transformers' logits.
@@ -202,8 +201,7 @@ def test_layers_of_further_tokens_are_not_read(directory: Any, tmp_path: Path) -
 @pytest.mark.full
 def test_glm_flash_is_deepseek_v3_in_gguf(tmp_path: Path) -> None:
     """llama.cpp has one architecture for both."""
-    source = tmp_path / "hf"
-    save_random(source, "glm4_moe_lite", spread=0.1)
+    save_random(source := tmp_path / "hf", "glm4_moe_lite", spread=0.1)
     write_gguf(tmp_path / "a.gguf", open_checkpoint(source), "F32")
     lm = jaxllm.load(tmp_path / "a.gguf")
     assert lm.config.model_type == "deepseek_v3"
@@ -451,6 +449,7 @@ def test_unknown_keys_are_ignored_unless_mathematical(directory: Any, tmp_path: 
             open_gguf(write(tmp_path / "c.gguf", directory("llama"), also=also))
 
 
+YARN = Rope(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24)
 UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows": ("qwen2", {"sliding_window": 5}, "sliding_window 5"),
     "other NoPE layers": ("smollm3", {"turns": (True,) * 4}, "turns"),
@@ -469,32 +468,16 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "an attention factor": (
         "llama",
-        {
-            "rope": Rope(
-                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
-                attention_factor=1.3,
-            )
-        },
+        {"rope": dataclasses.replace(YARN, attention_factor=1.3)},
         "attention_factor",
     ),
     "a magnitude of one, whose key llama.cpp reads for Ministral 3 only": (
         "llama",
-        {
-            "rope": Rope(
-                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
-                mscale=1.0, mscale_all_dim=1.0,
-            )
-        },
+        {"rope": dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=1.0)},
         "mscale",
     ),
     "scales that change the magnitude": (
-        "deepseek_v3",
-        {
-            "rope": Rope(
-                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
-                mscale=0.7, mscale_all_dim=1.0,
-            )
-        },
+        "deepseek_v3", {"rope": dataclasses.replace(YARN, mscale=0.7, mscale_all_dim=1.0)},
         r"mscale=0\.7",
     ),
     "groups ranked by one expert": ("deepseek_v2", {"n_group": 2}, "n_group 2"),
