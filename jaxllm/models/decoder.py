@@ -24,12 +24,10 @@ from jaxllm.models.layers import (
     AttentionContext,
     AttentionOutput,
     Layer,
-    LayerRunner,
     ParallelHooks,
     Trace,
     attend,
     rotary_angles,
-    run_blocks,
 )
 from jaxllm.models.long.infini import MemoryInputs
 from jaxllm.models.modules import (
@@ -41,6 +39,7 @@ from jaxllm.models.modules import (
     select_columns,
     unembed,
 )
+from jaxllm.models.run_blocks import LayerRunner, run_blocks
 from jaxllm.models.sites import NO_EDITS, Edits, SiteRecorder
 from jaxllm.ops import compressive
 from jaxllm.weights.model import Model
@@ -351,7 +350,7 @@ class Decoder(Model, nn.Module):
         block: The class of its layers.
         layers: Name of the layers, without their number.
         token_table: Name of the embedding table.
-        remat, runner: See `layers.run_blocks`.
+        remat, runner: See `run_blocks`.
         packed: A promise about the caches and tokens that it is given, as in `ops.attend`
             (`packing.promise_packed`).
     """

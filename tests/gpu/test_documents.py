@@ -10,7 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm import ops
-from jaxllm.models.layers import _is_attention
+from jaxllm.models.run_blocks import _is_attention
 from jaxllm.ops import documents, flash
 from jaxllm.ops.masked import attend_with_mask, document_mask
 from jaxllm.ops.target import trace_for

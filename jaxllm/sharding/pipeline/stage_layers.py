@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.layers import AttentionContext, Layer, run_blocks
+from jaxllm.models.layers import AttentionContext, Layer
+from jaxllm.models.run_blocks import run_blocks
 from jaxllm.models.sites import SITES
 
 AXIS = "stage"

@@ -39,7 +39,7 @@ from jaxllm.train.rl.prompts import (
     score_answer,
 )
 from jaxllm.weights.paths import flatten
-from tests.tiny_models import RECURRENT, load_twin, marks_of, save_random
+from tests.tiny_models import INVARIANT, RECURRENT, load_twin, marks_of, save_random
 
 TEXTS = ("Once upon a time there was a", "One day", "The dog saw a big red ball and said:")
 SMALL = {"group_size": 4, "max_new_tokens": 6}
@@ -102,7 +102,7 @@ def test_first_ratios_are_exactly_one(family: str, dtype: str, tmp_path: Path) -
     log-probability that sampling used; in the second step on them, not.
     """
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    save_random(tmp_path, family, spread=0.1, **{layers: 2})
+    save_random(tmp_path, family, spread=0.1, **{layers: 2}, **INVARIANT.get(family, {}))
     lm = jaxllm.load(tmp_path, dtype="float32")
     ids = np.random.default_rng(0).integers(3, 131, (3, 9))
     prompts = Prompts([Prompt("", x[: 4 + 2 * n].tolist(), {}) for n, x in enumerate(ids)], 2)
