@@ -10,7 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.models import layers
+from jaxllm.models import layers, run_blocks
 from jaxllm.models.compiled_steps import run_and_commit
 from tests.tiny_models import BOTH, VOCAB, in_both, random_model, tokens
 
@@ -58,7 +58,7 @@ def test_layers_of_one_kind_share_trace(
         return len(count), bits((out.logits, out.cache.tail.k, out.cache.tail.v))
 
     shared = run()
-    monkeypatch.setattr(layers, "_can_share", lambda *_: False)
+    monkeypatch.setattr(run_blocks, "_can_share", lambda *_: False)
     assert run() == (4, shared[1])
     assert shared[0] == kinds
 

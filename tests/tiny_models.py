@@ -410,8 +410,8 @@ LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")  # with la
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = (
     "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "ministral3", "smollm3", "granite",
-    "granitemoehybrid_moe", "qwen3_moe", "qwen3_next", "glm4", "glm4_moe", "seed_oss", "ernie4_5", "exaone4",
-    "deepseek_v2", "glm4_moe_lite", "minicpm3", "lfm2_moe", "qwen3_5_moe_text",
+    "granitemoehybrid_moe", "qwen3_moe", "qwen3_next", "glm4", "glm4_moe", "seed_oss", "ernie4_5",
+    "exaone4", "deepseek_v2", "glm4_moe_lite", "minicpm3", "lfm2_moe", "qwen3_5_moe_text",
 )  # fmt: skip
 
 
