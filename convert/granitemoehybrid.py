@@ -95,7 +95,7 @@ def make_granite4_table(
     )
 
 
-def shared_mlp(
+def shared_mlp_layouts(
     module: str, rows: Callable[[Any], tuple[int, int]]
 ) -> tuple[FusedLayout, FusedLayout]:
     """Return the layouts of the MLP that all tokens use.
@@ -116,7 +116,7 @@ TABLES = (
         GraniteMoeHybridConfig,
         Field("shared_intermediate_size", "intermediate_size", 1024),
         ignored_fields=frozenset({"intermediate_size", "num_experts_per_tok"}),
-        layouts=shared_mlp("mlp", gate_up_rows),
+        layouts=shared_mlp_layouts("mlp", gate_up_rows),
         finish=_finish_dense,
     ),
 )

@@ -1,7 +1,7 @@
 """Checkpoints of Granite 4 with experts: the table."""
 
 from jaxllm.convert.fused_layouts import FusedLayout, RenamedLayout, gate_up_rows
-from jaxllm.convert.granitemoehybrid import make_granite4_table, shared_mlp
+from jaxllm.convert.granitemoehybrid import make_granite4_table, shared_mlp_layouts
 from jaxllm.convert.tables import Field
 from jaxllm.models.granitemoehybrid_moe import GraniteMoeHybridMoeConfig
 
@@ -21,7 +21,7 @@ TABLES = (
         layouts=(
             RenamedLayout(NAMES),
             FusedLayout("block_sparse_moe.input_linear", EXPERT_INPUTS, gate_up_rows),
-            *shared_mlp("mlp.shared_experts", lambda c: (c.shared_intermediate_size,) * 2),
+            *shared_mlp_layouts("mlp.shared_experts", lambda c: (c.shared_intermediate_size,) * 2),
         ),
     ),
 )

@@ -69,8 +69,7 @@ def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     be stated for the whole checkpoint.
     """
     if not is_multimodal(data):
-        mixture = data.get("model_type") == _GRANITE_4 and data.get("num_local_experts") != 0
-        return {**data, "model_type": f"{_GRANITE_4}_moe"} if mixture else data
+        return _name_mixture(data)
     nested = data.get("text_config")
     text = dict(nested) if isinstance(nested, Mapping) else dict(data)
     kind = str(text.get("model_type"))
@@ -82,7 +81,13 @@ def select_text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     ignored |= {name for name in text if name.endswith("_token_id") and name not in _SHARED}
     text = {name: value for name, value in text.items() if name not in ignored}
     plain = drop_mrope(text)
-    return {**_DEFAULTS.get(kind, {}), **plain, "model_type": family}
+    return _name_mixture({**_DEFAULTS.get(kind, {}), **plain, "model_type": family})
+
+
+def _name_mixture(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with the name of our family of Granite 4 with experts, if it is one."""
+    mixture = data.get("model_type") == _GRANITE_4 and data.get("num_local_experts") != 0
+    return {**data, "model_type": f"{_GRANITE_4}_moe"} if mixture else data
 
 
 def drop_mrope(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class GGUFArchitecture:
         derive_keys: Keys that only `derive` reads.
         truncates_yarn: Whether YaRN's correction range has whole numbers. llama.cpp always rounds
             it; False: the model was trained otherwise.
-        layouts: Tensors whose numbers or shapes differ from ours, in the order of reading.
+        layouts: Convert tensors whose numbers or shapes differ from ours; read in this order.
         writes_pattern: Whether the layers with a sliding window are listed in the file.
         write_keys: Returns further keys of a configuration, with values.
     """

@@ -27,7 +27,7 @@ _LOCAL_SIZES = ("attention.value_length_swa", "rope.dimension_count_swa")
 
 
 def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive what each layer, or each kind of layers, has of its own.
+    """Derive the settings that differ between layers, or between kinds of layers.
 
     Raises ConfigError for layers of one kind that differ, and for scaled rotary settings.
     """
@@ -37,8 +37,8 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
     types = read_pattern(data, fields["num_hidden_layers"], 0)
     if not types:
         raise ConfigError(f"{_PATTERN} is missing, or not a number for each layer")
-    heads = _spread(data.get(KV_HEADS, fields["num_key_value_heads"]), types)
-    sizes = _spread(data.get(_MLP_SIZE, fields["intermediate_size"]), types)
+    heads = _by_layer(data.get(KV_HEADS, fields["num_key_value_heads"]), types)
+    sizes = _by_layer(data.get(_MLP_SIZE, fields["intermediate_size"]), types)
     own = len(types) - shared if type(shared) is int else len(types)
     local, full = (
         [n for n, kind in zip(heads, types, strict=True) if kind == name]
@@ -72,7 +72,7 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _spread(value: Any, types: Sequence[str]) -> tuple[Any, ...]:
+def _by_layer(value: Any, types: Sequence[str]) -> tuple[Any, ...]:
     """Return a value for each layer. Raises ConfigError for a list with another length."""
     values = value if isinstance(value, tuple) else (value,) * len(types)
     if len(values) != len(types):

@@ -28,7 +28,7 @@ def _derive(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
     """Derive the sizes of heads, and YaRN's scales.
 
     The multiplier is a tenth of `mscale_all_dim`, which scales scores; rotated dimensions keep
-    their magnitude. Raises ConfigError for a file whose expanded keys and values are one matrix.
+    their magnitude. Raises ConfigError for older files, in which keys and values are one matrix.
     """
     size, turned = data.get(_QUERY_SIZE), fields["qk_rope_head_dim"]
     if type(size) is not int or type(turned) is not int:

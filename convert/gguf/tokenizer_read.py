@@ -93,7 +93,8 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     # The pieces were checked as they were read.
     check_tree(tree | {"model": tree["model"] | {"vocab": {}, "merges": []}}, where)
     named = {role: tokens[index] for role, index in roles.items()}
-    says = kind == "gemma4" or ggml.get("add_bos_token", adds_bos)  # early files have a false one
+    # Early files of Gemma 4 wrongly say that no begin token is added.
+    says = kind == "gemma4" or ggml.get("add_bos_token", adds_bos)
     end = named.get("eos") if ggml.get("add_eos_token", False) is True else None
     return TokenizerTree(tree, named, says is True and "bos" in named, end, scores)
 

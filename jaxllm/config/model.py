@@ -391,7 +391,7 @@ class ModelConfig:
         return any(self.state_shape(i) is not None for i in range(self.num_hidden_layers))
 
     def kv_heads(self, layer: int) -> int:
-        """Return the number of key heads of a layer; 0 for one without keys of its own."""
+        """Return the number of key heads that a layer computes; it may be 0."""
         return self.num_key_value_heads
 
     def value_heads(self, layer: int) -> int:
@@ -403,7 +403,7 @@ class ModelConfig:
         return self.layer_head_dim(layer)
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads: its own, or an earlier one's."""
+        """Return the number of the layer whose keys and values it reads: this or an earlier one."""
         return layer
 
     @property

@@ -160,7 +160,7 @@ class Gemma4Config(LocalRopeConfig, MoEConfig):
 
 
 class Gemma4Attention(Attention):
-    """Attention whose values are normalized too, without weights."""
+    """Attention with a norm, without weights, of the values."""
 
     config: Gemma4Config
 
@@ -183,7 +183,7 @@ class Gemma4Attention(Attention):
 
 
 class ParallelMoE(Mixture):
-    """Experts beside an MLP. Their router has a norm of its own."""
+    """Experts that run beside an MLP. A norm precedes their router."""
 
     config: Gemma4Config
 

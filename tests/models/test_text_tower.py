@@ -10,6 +10,7 @@ import transformers
 
 import jaxllm
 from jaxllm.convert.hf import read_config
+from jaxllm.convert.text_tower import select_text_config
 from jaxllm.errors import UnusedSettingsWarning
 from tests.tiny_models import GEMMA, KINDS, LLAMA, ROPES, SQUARE, VOCAB, random_torch_model, tokens
 
@@ -129,3 +130,10 @@ def test_published_multimodal_configurations_are_read() -> None:
     config, _ = read_config(json.loads(json.dumps(flat)))
     assert (config.model_type, config.vocab_size) == ("qwen2", VOCAB)
     assert config.ropes[0].rope_type == "default"
+
+
+@pytest.mark.parametrize(("experts", "family"), [(0, ""), (8, "_moe")])
+def test_granite_4_has_two_families_also_within_other_models(experts: int, family: str) -> None:
+    data = {"model_type": "granitemoehybrid", "num_local_experts": experts}
+    for given in (data, {"model_type": "any", "text_config": data}):
+        assert select_text_config(given)["model_type"] == f"granitemoehybrid{family}"

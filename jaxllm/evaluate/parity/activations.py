@@ -67,8 +67,9 @@ def activation_names(
 
 
 def head_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Return which arrays of heads a layer has: all, those without keys of its own, those of
-    absorbed queries, or none.
+    """Return the names of a layer's arrays of heads: all of `HEADS`, or fewer.
+
+    A layer that reads an earlier one's keys has no k and v; latent attention has only the heads.
     """
     if config.kv_source(layer) != layer:
         return ("q", "heads")

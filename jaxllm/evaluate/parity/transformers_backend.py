@@ -175,7 +175,7 @@ class TransformersBackend:
 
     @contextmanager
     def _record_outputs(self, outputs: dict[str, Any]) -> Iterator[None]:
-        """Record the activations of forward passes in `outputs` while the context is open."""
+        """Record the activations of one forward pass in `outputs` while the context is open."""
         layers = get_family(self._family).layers
         body, order = self._body, self._head_order
 
@@ -226,7 +226,7 @@ class TransformersBackend:
 
 
 def _find_modules(body: Any, path: str) -> list[Any]:
-    """Return the modules of our path, whose outputs are summed, by our and transformers' names."""
+    """Return transformers' modules for our path. If there are several, their sum is ours."""
     found = [body]
     for part in path.split("."):
         each = (getattr(found[0], name, None) for name in (part, *MODULE_NAMES.get(part, ())))
