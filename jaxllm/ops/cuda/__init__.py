@@ -1,0 +1,1 @@
+"""CUDA kernels for decoding: products of a few rows with weights of any format."""

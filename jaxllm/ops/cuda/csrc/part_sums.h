@@ -1,0 +1,136 @@
+// A warp's sums: its part of the columns of 16 rows of the weight, with 8 TILES rows of x.
+#pragma once
+
+#include "prologues.h"
+
+namespace jaxllm {
+
+template <class Format, int C, int TILES>
+struct PartSums {
+  static constexpr int SPANS = Format::UNIT / Format::SPAN, PAIRS = Format::SPAN / 8;
+  static constexpr int WORDS = Format::LANE_BYTES / 4, LOADS = Format::SPAN / 32;
+  // Chains of additions that take turns: spans for one tile of x, tiles for more.
+  static constexpr int SPAN_TURN = Format::GROUP && TILES == 1 && SPANS > 1 ? 2 : 1;
+  static constexpr int TILE_TURN = TILES < 4 ? TILES : 4;
+
+  const Place<Format, C>& place;
+  int g, c;                       // of the lane in the tile's mma
+  const unsigned char* x[TILES];  // this lane's row of each tile, from its part's first column
+  int scale_skew[2], zero_skew[2];
+  float sum[TILES][4];
+
+  DEVICE PartSums(const Product& p, const Place<Format, C>& place, const Inputs& inputs)
+      : place(place), g(place.lane / 4), c(place.lane % 4) {
+    const int column = (place.first - place.share_first) * Format::UNIT + c * (Format::SPAN / 4);
+    JAXLLM_UNROLL
+    for (int n = 0; n < TILES; n++) {  // any row will do beyond the last: its sums are not used
+      const int row = g + 8 * n < p.rows ? g + 8 * n : p.rows - 1;
+      x[n] = inputs.x + row * inputs.stride + column * 2;
+    }
+  }
+  // Begin a tile with these rows of the weight.
+  DEVICE void begin(int low, int high, int groups) {
+    JAXLLM_UNROLL
+    for (int n = 0; n < TILES; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0;
+    JAXLLM_UNROLL
+    for (int half = 0; half < 2; half++) {
+      scale_skew[half] = Scales<Format>::skew_of(half ? high : low, groups, place.first);
+      zero_skew[half] = Zeros<Format>::skew_of(half ? high : low, groups, place.first);
+    }
+  }
+  // Add a stage's unit, 0 or 1.
+  DEVICE void add_unit(const unsigned char* bytes, int stage, int unit) {
+    JAXLLM_UNROLL
+    for (int span = 0; span < SPANS; span += SPAN_TURN) {
+      uint32_t a[SPAN_TURN][PAIRS / 2][4];
+      float scale[SPAN_TURN][2];
+      JAXLLM_UNROLL
+      for (int i = 0; i < SPAN_TURN; i++) {
+        uint32_t pairs[2][PAIRS];
+        JAXLLM_UNROLL
+        for (int half = 0; half < 2; half++) {
+          read_pairs(bytes, stage, unit, span + i, half, pairs[half]);
+          scale[i][half] = read_scale(bytes, stage, unit, span + i, half);
+        }
+        JAXLLM_UNROLL
+        for (int k = 0; k < PAIRS / 2; k++) {
+          a[i][k][0] = pairs[0][2 * k], a[i][k][1] = pairs[1][2 * k];
+          a[i][k][2] = pairs[0][2 * k + 1], a[i][k][3] = pairs[1][2 * k + 1];
+        }
+      }
+      const int offset = ((2 * stage + unit) * Format::UNIT + span * Format::SPAN) * 2;
+      JAXLLM_UNROLL
+      for (int n = 0; n < TILES; n += TILE_TURN) multiply(n, offset, a, scale);
+    }
+  }
+  // Add spans of the weight times those of some tiles of x.
+  DEVICE void multiply(int tile, int offset, const uint32_t (&a)[SPAN_TURN][PAIRS / 2][4],
+                       const float (&scale)[SPAN_TURN][2]) {
+    uint4 eight[TILE_TURN][SPAN_TURN][LOADS];
+    float group[TILE_TURN][SPAN_TURN][4] = {};
+    JAXLLM_UNROLL
+    for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
+    for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
+    for (int k = 0; k < LOADS; k++)
+      eight[n][i][k] = *(const uint4*)(x[tile + n] + offset + i * (Format::SPAN * 2) + k * 16);
+    JAXLLM_UNROLL
+    for (int k = 0; k < PAIRS / 2; k++) JAXLLM_UNROLL
+    for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
+    for (int i = 0; i < SPAN_TURN; i++) {
+      const uint4 word = eight[n][i][k / 2];
+      const uint32_t b[2] = {k % 2 ? word.z : word.x, k % 2 ? word.w : word.y};
+      multiply_tile(Format::GROUP ? group[n][i] : sum[tile + n], a[i][k], b);
+    }
+    if constexpr (Format::GROUP != 0) JAXLLM_UNROLL
+    for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
+    for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
+    for (int e = 0; e < 4; e++)
+      sum[tile + n][e] = fmaf(scale[i][e / 2], group[n][i][e], sum[tile + n][e]);
+  }
+  // This lane's columns of a span, in row g of a half of the tile.
+  DEVICE void read_pairs(const unsigned char* bytes, int stage, int unit, int span, int half,
+                         uint32_t (&pairs)[PAIRS]) const {
+    const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
+    const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
+    uint32_t words[WORDS], minus = Format::subtrahend(8);
+    if constexpr (WORDS == 4) {
+      const uint4 read = *(const uint4*)at;
+      words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
+    } else if constexpr (WORDS == 2) {
+      const uint2 read = *(const uint2*)at;
+      words[0] = read.x, words[1] = read.y;
+    } else {
+      words[0] = *(const uint32_t*)at;
+    }
+    if constexpr (Format::HAS_ZERO) {
+      const int found =
+          Zeros<Format>::find(g + 8 * half, zero_skew[half], stage, place.first, unit, span);
+      minus = Format::subtrahend(bytes[2048 + Scales<Format>::SIZE + found]);
+    }
+    JAXLLM_UNROLL
+    for (int w = 0; w < WORDS; w++) Format::unpack(words[w], minus, pairs + w * Format::PAIRS);
+  }
+  DEVICE float read_scale(const unsigned char* bytes, int stage, int unit, int span,
+                          int half) const {
+    if constexpr (Format::GROUP != 0)
+      return Format::Scale::read(
+          bytes + 2048 +
+          Scales<Format>::find(g + 8 * half, scale_skew[half], stage, place.first, unit, span));
+    else
+      return 1;
+  }
+  // Write the sums where the block that ends the tile looks for them.
+  DEVICE void send(float* sums) const {
+    float4* const to = (float4*)sums + place.part * TILES * 32 + place.lane;
+    JAXLLM_UNROLL
+    for (int n = 0; n < TILES; n++) {
+      const float4 four = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+      if constexpr (C == 1)
+        to[n * 32] = four;
+      else
+        write_in_block(to + n * 32, place.tile, four);
+    }
+  }
+};
+
+}  // namespace jaxllm

@@ -1,0 +1,133 @@
+"""The CUDA kernels on a CPU: their sources compiled against stand_in/stand_in.h."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.ops import cuda
+from jaxllm.ops.cuda.launch import Launch, Rows, kernel_source
+
+CSRC = Path(cuda.__file__).parent / "csrc"
+STAND_IN = Path(__file__).parent / "stand_in"
+BF16 = np.dtype(ml_dtypes.bfloat16)
+_POINTERS = "weight scale zero x y norm residual cosine sine keys values slot"
+_INTS = "rows columns outputs"
+_LAST = "slots heads kv_heads head_size"
+PRODUCED = ("x", "residual", "cosine", "sine", "slot")  # by the kernel before, also with EARLY
+
+
+class Product(ctypes.Structure):
+    """The struct of csrc/arguments.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in _POINTERS.split()],
+        *[(name, ctypes.c_int) for name in _INTS.split()],
+        ("epsilon", ctypes.c_float),
+        *[(name, ctypes.c_int) for name in _LAST.split()],
+    ]
+
+
+class Array(ctypes.Structure):
+    """The struct of stand_in.h: an array, and what it holds once the kernel before has ended."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("late", ctypes.c_void_p), ("size", ctypes.c_int64)]
+
+
+class Variant(NamedTuple):
+    """A variant of the kernel; the number of stages and of tiles are the test's own."""
+
+    weight: Rows
+    cluster: int = 1
+    tiles: int = 1
+    stages: int = 3
+    prologue: str = "Plain"
+    epilogue: str = "Float32"
+    is_early: bool = True
+
+
+def launch_of(variant: Variant) -> Launch:
+    return Launch(variant.cluster, variant.tiles, variant.stages, 1, 0, 0)
+
+
+class Kernels:
+    """Compiles variants, each once, into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._libraries: dict[Variant, Any] = {}
+
+    def load(self, variant: Variant) -> Any:
+        """Return the library of a variant."""
+        if variant in self._libraries:
+            return self._libraries[variant]
+        gxx = shutil.which("g++")
+        if gxx is None:
+            pytest.skip("g++ is not installed")
+        path = self._folder / f"variant{len(self._libraries)}"
+        source = kernel_source(variant.weight, launch_of(variant), *variant[4:6], variant.is_early)
+        path.with_suffix(".cc").write_text(source.replace("kernel.cu", "launch.cc"))
+        flags = "-std=c++17 -O1 -shared -fPIC -ffp-contract=off -Wall -Wextra -Werror"
+        flags += " -U_FORTIFY_SOURCE -DJAXLLM_STAND_IN"
+        command = [gxx, *flags.split(), "-I", CSRC, "-I", STAND_IN, path.with_suffix(".cc")]
+        done = subprocess.run([*command, "-o", path], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        library = ctypes.CDLL(str(path))
+        library.launch.restype = ctypes.c_char_p
+        self._libraries[variant] = library
+        return library
+
+    def run(
+        self, variant: Variant, clusters: int, outputs: dict[str, np.ndarray],
+        epsilon: float = 1e-5, seed: int = 1, sizes: tuple[int, ...] = (), **inputs: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Run a variant on a grid of some clusters.
+
+        What the kernel before writes is NaN until the kernel waits for it.
+
+        Args:
+            variant: The variant.
+            clusters: Clusters of blocks, at most.
+            outputs: Arrays that are written, by name.
+            epsilon: Of RmsNorm.
+            seed: Of what a GPU leaves open.
+            sizes: RotaryCache: slots, heads, heads of keys and values, head size.
+            **inputs: Arrays that are read, by name.
+        """
+        library, product, keep, arrays = self.load(variant), Product(), [], []
+        for name, array in inputs.items():
+            late = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+            late = np.concatenate([late, np.zeros(-late.size % 4, np.uint8)])
+            is_late = name in PRODUCED or not variant.is_early
+            data = _aligned(late.size)
+            data[:] = 0xFF if is_late else late
+            keep += [data, late]
+            setattr(product, name, data.ctypes.data)
+            arrays.append(Array(data.ctypes.data, late.ctypes.data if is_late else None, late.size))
+        for name, array in outputs.items():
+            setattr(product, name, array.ctypes.data)
+        product.rows, product.columns = inputs["x"].shape
+        product.outputs = len(inputs["weight"])
+        product.epsilon = epsilon
+        for name, size in zip(_LAST.split(), sizes, strict=False):
+            setattr(product, name, size)
+        clusters = min(clusters, product.outputs // (16 * variant.cluster))
+        shared = variant.weight.shared_bytes(*inputs["x"].shape, *variant[1:4])
+        assert library.shared_bytes(*inputs["x"].shape) == shared
+        mistake = library.launch(
+            ctypes.byref(product), clusters * variant.cluster, shared, seed,
+            (Array * len(arrays))(*arrays), len(arrays),
+        )  # fmt: skip
+        assert mistake is None, mistake.decode()
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Return an array of bytes that begins at a multiple of 16."""
+    data = np.empty(size + 16, np.uint8)
+    begin = -data.ctypes.data % 16
+    return data[begin : begin + size]

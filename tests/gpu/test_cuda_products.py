@@ -1,0 +1,198 @@
+"""The CUDA products of decoding, run on a CPU from their own sources (stand_in/stand_in.h)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxllm.ops.cuda.launch import Card, Rows
+from tests.gpu.cuda_stand_in import BF16, Kernels, Variant
+
+COLUMNS = 1400  # in parts of unequal size, and not of whole units in bfloat16
+OUTPUTS = 128
+H100 = Card(132, 232448, (9, 0))
+L4 = Card(58, 101376, (8, 9))
+DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
+MORE = [
+    Rows(8, 32),
+    Rows(8, 128, "float16"),
+    Rows(4, 32),
+    Rows(4, 64),
+    Rows(4, 128, "float16", True),
+]
+FORMATS = [
+    *(rows := [*DAILY, *MORE]),
+    *(
+        format
+        for scale in ("float16", "float32")
+        for format in (
+            *(Rows(8, group, scale) for group in (0, 32, 64, 128)),
+            *(Rows(4, group, scale, zero) for group in (32, 64, 128) for zero in (False, True)),
+        )
+        if format not in rows
+    ),
+]
+
+
+def _formats(daily: Sequence[Rows], more: Sequence[Rows]) -> list[Any]:
+    """Return all formats, named as in C++; those of neither list are for `make test-full`."""
+    full, some = [pytest.mark.full], [pytest.mark.more]
+    marks = {
+        format: [] if format in daily else some if format in more else full for format in FORMATS
+    }
+    return [pytest.param(x, id=x.source, marks=marks[x]) for x in FORMATS]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(tmp_path_factory.mktemp("variants"))
+
+
+class Weight(NamedTuple):
+    """A random weight."""
+
+    arrays: dict[str, np.ndarray]  # as stored: weight, scale, zero
+    dense: np.ndarray  # float64 [O, K]
+
+
+def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    if rows.bits == 16:
+        weight = rng.normal(size=(outputs, columns)).astype(BF16)
+        return Weight({"weight": weight}, weight.astype(np.float64))
+    width = -(-columns // 128) * 128
+    low = -(1 << rows.bits - 1)
+    code = rng.integers(low, -low, (outputs, width)).astype(np.int8)
+    group = rows.group or width
+    scale = rng.uniform(0.5, 1.5, (outputs, width // group)) * rng.choice([-1, 1], (outputs, 1))
+    scale = scale.astype(rows.scale)
+    zero = rng.integers(0, 16, scale.shape).astype(np.uint8)
+    centered = code.astype(np.float64)
+    if rows.has_zero:
+        centered += 8 - np.repeat(zero.astype(np.float64), group, axis=1)
+    code[:, columns:] = 0  # what is there counts for nothing, because x is 0
+    if rows.bits == 4:
+        code = (code[:, ::2] & 15) | (code[:, 1::2] << 4)
+    arrays = {"weight": code, "scale": scale} | ({"zero": zero} if rows.has_zero else {})
+    dense = centered * np.repeat(scale.astype(np.float64), group, axis=1)
+    return Weight(arrays, dense[:, :columns])
+
+
+def _random(*shape: int, seed: int = 1, mean: float = 0.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(mean, 1, shape).astype(BF16)
+
+
+def _error(got: np.ndarray, expected: np.ndarray) -> float:
+    difference = np.linalg.norm(got.astype(np.float64) - expected)
+    return float(difference / np.linalg.norm(expected))
+
+
+def _product(
+    kernels: Kernels,
+    variant: Variant,
+    x: np.ndarray,
+    weight: Weight,
+    clusters: int = 2,
+    seed: int = 1,
+) -> np.ndarray:
+    y = np.full((len(x), len(weight.dense)), np.nan, np.float32)
+    kernels.run(variant, clusters, {"y": y}, seed=seed, x=x, **weight.arrays)
+    return y
+
+
+def _check_rows(
+    kernels: Kernels, rows: Rows, columns: int, variants: Sequence[tuple[Variant, int]]
+) -> None:
+    """Compare products of some rows with float64, and their bits with those of one row alone."""
+    weight = _random_weight(rows, OUTPUTS, columns)
+    x = _random(64, columns)
+    expected = x.astype(np.float64) @ weight.dense.T
+    alone = [_product(kernels, Variant(rows), x[n : n + 1], weight, 3)[0] for n in range(9)]
+    for variant, count in variants:
+        y = _product(kernels, variant, x[:count], weight, seed=count)
+        assert _error(y, expected[:count]) < 1e-5
+        np.testing.assert_array_equal(y[:9], alone[:count])
+
+
+@pytest.mark.parametrize("rows", _formats(DAILY, MORE))
+def test_rows_have_bits_of_one_alone(kernels: Kernels, rows: Rows) -> None:
+    """Products equal float64's, and a row's bits are the same in every variant and among others."""
+    one = Variant(rows)
+    shared = Variant(rows, 2, 2, 4, is_early=False)
+    _check_rows(kernels, rows, COLUMNS, [(one, 1), (one, 3), (one, 8), (shared, 9), (shared, 16)])
+
+
+@pytest.mark.parametrize("rows", _formats([], DAILY))
+def test_many_rows_have_bits_of_one_alone(kernels: Kernels, rows: Rows) -> None:
+    """The same for clusters of 8, up to 64 rows, and other depths of the ring."""
+    variants = [(Variant(rows, 8, 8, 2), 64), (Variant(rows, 8, 4, 5), 17), (Variant(rows, 4), 5)]
+    _check_rows(kernels, rows, 1160, variants)
+    _check_rows(kernels, rows, 264, variants)  # fewer units than parts
+
+
+def _normed(x: np.ndarray, norm: np.ndarray, epsilon: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    mean = (wide**2).mean(axis=1, keepdims=True)
+    return wide * norm.astype(np.float64) / np.sqrt(mean + epsilon)
+
+
+@pytest.mark.parametrize("cluster", [1, pytest.param(4, marks=pytest.mark.more)])
+def test_residual_is_added(kernels: Kernels, cluster: int) -> None:
+    """y is the residual + the rounded sums."""
+    rows, columns = Rows(8), 264
+    weight, x = _random_weight(rows, OUTPUTS, columns), _random(3, columns)
+    residual = _random(3, OUTPUTS, seed=2)
+    y = np.full(residual.shape, np.nan, BF16)
+    kernels.run(
+        Variant(rows, cluster, epilogue="Residual"), 2, {"y": y}, residual=residual, x=x,
+        **weight.arrays,
+    )  # fmt: skip
+    product = x.astype(np.float64) @ weight.dense.T
+    assert _error(y, residual.astype(np.float64) + product) < 6e-3
+
+
+@pytest.mark.parametrize("cluster", [1, pytest.param(8, marks=pytest.mark.more)])
+def test_gate_and_up_follow_norm(kernels: Kernels, cluster: int) -> None:
+    """y is silu(gate) * up of the normed rows: the epsilon and the norm's weight count."""
+    rows, columns, epsilon = Rows(16), 520, 0.5
+    weight = _random_weight(rows, 2 * OUTPUTS, columns)
+    x, norm = _random(9, columns), _random(1, columns, seed=3, mean=1.0)
+    y = np.full((9, OUTPUTS), np.nan, BF16)
+    kernels.run(
+        Variant(rows, cluster, 2, 3, "RmsNorm", "SwiGlu"), 2, {"y": y}, epsilon, norm=norm, x=x,
+        **weight.arrays,
+    )  # fmt: skip
+    sums = _normed(x, norm, epsilon) @ weight.dense.T
+    gate, up = sums[:, :OUTPUTS], sums[:, OUTPUTS:]
+    assert _error(y, gate / (1 + np.exp(-gate)) * up) < 6e-3
+
+
+@pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=pytest.mark.more)])
+def test_keys_and_values_reach_their_slots(kernels: Kernels, cluster: int) -> None:
+    """Queries and keys are rotated by halves; keys and values are written at each row's slot, and
+    nothing else of the cache is.
+    """
+    rows, columns, slots, heads, kv_heads, size = Rows(4, 64), 512, 5, 4, 2, 32
+    weight = _random_weight(rows, (heads + 2 * kv_heads) * size, columns)
+    x, norm = _random(3, columns), _random(1, columns, seed=3, mean=1.0)
+    angle = np.random.default_rng(4).uniform(0, 6.28, (3, size // 2)).astype(np.float32)
+    slot = np.array([4, 0, 2], np.int32)
+    y = np.full((3, heads, size), np.nan, BF16)
+    keys, values = (np.full((3, slots, kv_heads, size), np.nan, BF16) for _ in range(2))
+    kernels.run(
+        Variant(rows, cluster, 1, 3, "RmsNorm", "RotaryCache"), 2,
+        {"y": y, "keys": keys, "values": values}, sizes=(slots, heads, kv_heads, size), norm=norm,
+        x=x, cosine=np.cos(angle), sine=np.sin(angle), slot=slot, **weight.arrays,
+    )  # fmt: skip
+    sums = (_normed(x, norm, 1e-5) @ weight.dense.T).reshape(3, -1, size)
+    first, second = np.split(sums, 2, axis=-1)
+    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    rotated = np.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
+    row = np.arange(3)
+    assert _error(y, rotated[:, :heads]) < 6e-3
+    assert _error(keys[row, slot], rotated[:, heads : heads + kv_heads]) < 6e-3
+    assert _error(values[row, slot], sums[:, heads + kv_heads :]) < 6e-3
+    assert all(np.isnan(x.astype(float)).sum() == 12 * kv_heads * size for x in (keys, values))
