@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Packages count: an editable install remembers which there are.
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* jaxllm/ops/cuda/csrc/ffi.cc jaxllm/ops/cuda/csrc/arguments.h)
 CXX_SOURCES := $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* jaxllm/ops/cuda/csrc/*.* tests/gpu/stand_in/*.* scripts/tools/*.cc)
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable

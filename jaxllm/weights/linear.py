@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
 from jaxllm.ops.target import is_accelerator
 from jaxllm.ops.varying_axes import match_varying
 from jaxllm.weights.formats import Weight, as_weight
@@ -96,9 +96,8 @@ def _make_product(digits: int) -> Callable[..., Products]:
             return tuple(products[i] for i in range(len(weights)))
         if paths[0] is _PLAIN[digits]:
             return paths[0](x_RI, weights)
-        y: Products = jax.lax.platform_dependent(
-            x_RI, weights, cpu=paths[0], default=_PLAIN[digits]
-        )
+        platform = {cuda.PLATFORM if paths[0] is _multiply_on_gpu else "cpu": paths[0]}
+        y: Products = jax.lax.platform_dependent(x_RI, weights, **platform, default=_PLAIN[digits])
         return y
 
     @multiply.defjvp
@@ -110,7 +109,9 @@ def _make_product(digits: int) -> Callable[..., Products]:
 
 
 def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
-    """Choose how a CPU multiplies these."""
+    """Choose how a CPU or a GPU multiplies these."""
+    if digits == 3 and cuda.takes(x_RI, as_weight(weight).cuda_matrix()):
+        return _multiply_on_gpu
     rows, matrix = x_RI.shape[0], as_weight(weight).native_matrix()
     if not native.is_enabled() or is_accelerator() or matrix is None:
         return _PLAIN[digits]
@@ -143,17 +144,33 @@ def _make_native(digits: int, matrix_unit: bool) -> Callable[..., Products]:
             native.linear(x_RI, matrices, columns=columns, digits=number, matrix_unit=matrix_unit)
         )
 
-    @multiply_natively.def_vmap
-    def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
-        if any(jax.tree.leaves(batched[1])):
-            axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
-            products = jax.vmap(_PLAIN[digits], in_axes=axes)(x, weights)
-        else:
-            rows = _PRODUCTS[digits](x.reshape(-1, x.shape[-1]), weights)
-            products = tuple(y.reshape(size, -1, y.shape[-1]) for y in rows)
-        return products, (True,) * len(weights)
-
+    multiply_natively.def_vmap(partial(_batch_rows, digits))
     return multiply_natively
+
+
+@jax.custom_batching.custom_vmap
+def _multiply_on_gpu(x_RI: jax.Array, weights: Weights) -> Products:
+    """Multiply by CUDA kernels; under `vmap` over x alone, the batch is more rows."""
+    matrices = [as_weight(weight).cuda_matrix() for weight in weights]
+    return tuple(cuda.multiply(x_RI, matrix) for matrix in matrices if matrix is not None)
+
+
+@_multiply_on_gpu.def_vmap
+def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
+    return _batch_rows(3, size, batched, x, weights)
+
+
+def _batch_rows(
+    digits: int, size: int, batched: Any, x: jax.Array, weights: Weights
+) -> tuple[Products, Any]:
+    """Multiply a batch of rows as more rows; in plain JAX if weights have a batch, too."""
+    if any(jax.tree.leaves(batched[1])):
+        axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
+        products = jax.vmap(_PLAIN[digits], in_axes=axes)(x, weights)
+    else:
+        rows = _PRODUCTS[digits](x.reshape(-1, x.shape[-1]), weights)
+        products = tuple(y.reshape(size, -1, y.shape[-1]) for y in rows)
+    return products, (True,) * len(weights)
 
 
 def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[WeightBase]) -> Products:

@@ -60,17 +60,23 @@ class Kernels:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._libraries: dict[Variant, Any] = {}
+        self._libraries: dict[str, Any] = {}
 
     def load(self, variant: Variant) -> Any:
         """Return the library of a variant."""
-        if variant in self._libraries:
-            return self._libraries[variant]
+        launch = launch_of(variant)
+        return self.compile(
+            kernel_source(variant.weight, launch, *variant[4:6], is_early=variant.is_early)
+        )
+
+    def compile(self, source: str) -> Any:
+        """Return the library of a variant's source."""
+        if source in self._libraries:
+            return self._libraries[source]
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ is not installed")
         path = self._folder / f"variant{len(self._libraries)}"
-        source = kernel_source(variant.weight, launch_of(variant), *variant[4:6], variant.is_early)
         path.with_suffix(".cc").write_text(source.replace("kernel.cu", "launch.cc"))
         flags = "-std=c++17 -O1 -shared -fPIC -ffp-contract=off -Wall -Wextra -Werror"
         flags += " -U_FORTIFY_SOURCE -DJAXLLM_STAND_IN"
@@ -79,7 +85,7 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         library = ctypes.CDLL(str(path))
         library.launch.restype = ctypes.c_char_p
-        self._libraries[variant] = library
+        self._libraries[source] = library
         return library
 
     def run(

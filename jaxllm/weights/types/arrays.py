@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.ops.products import match_dtypes, precision_of
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.types.base import (
@@ -72,6 +73,9 @@ class DenseWeight(WeightBase, struct.PyTreeNode):
 
     def native_matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        return cuda.Matrix(Rows(16), [self.array]) if self.dtype == jnp.bfloat16 else None
 
     def arrays(self) -> dict[str, jax.Array]:
         return {"": self.array}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.ops import cuda
 from jaxllm.ops.native import Matrix
 from jaxllm.weights.safetensors import empty_aligned, first_non_finite
 
@@ -120,6 +121,10 @@ class WeightBase:
 
     def native_matrix(self) -> Matrix | None:
         """Return the arrays as the native kernels take them; None if they do not support it."""
+        return None
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        """Return the arrays as a GPU's kernels take them; None if they do not support it."""
         return None
 
     def for_training_step(self, key: jax.Array, step: jax.Array) -> "WeightBase":

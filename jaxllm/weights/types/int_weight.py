@@ -22,7 +22,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.affine import AffineQuantizer, quantize_rows
@@ -227,6 +228,14 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         if self.zero is None and self.bits < 4:  # the kernels' zero is 8, in both codes of a byte
             data = data + jnp.uint8(0x11 * (8 - self.int_format.zero_code))
         return native.Matrix(native.Kind.INT4, jax.tree.leaves(self.replace(data=data)), self.group)
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        coded = self.data.dtype == jnp.int8 or self.data.dtype == jnp.int4
+        if self.is_composite or not coded or self.group == HALF:
+            return None
+        scale = jnp.dtype(self.scale.dtype).name
+        rows = Rows(self.bits, self.group or 0, scale, self.zero is not None)
+        return cuda.Matrix(rows, jax.tree.leaves(self))
 
     @property
     def has_row_scale(self) -> bool:

@@ -1,0 +1,154 @@
+"""Whole programs whose products are CUDA kernels, run on a CPU: XLA calls the handler that calls
+them on a GPU, and what stands in for the driver runs their sources.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import ConfigError
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda import compiler, driver, nvrtc
+from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
+from jaxllm.ops.target import trace_for
+from jaxllm.weights.formats import for_accelerator, parse_format
+from jaxllm.weights.linear import linears
+from jaxllm.weights.precision import Precision
+from tests.gpu.cuda_stand_in import Array, Kernels, Product
+from tests.tiny_models import random_model
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(driver.Config),
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+@pytest.fixture
+def launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[int]]:
+    """Let kernels run on this CPU; return the grid of each launch."""
+    if (loaded := native.load_kernels()) is None:
+        pytest.skip("the native library was not built")
+    kernels = Kernels(tmp_path_factory.mktemp("kernels"))
+    libraries, grids, mistakes = list[Any](), list[int](), list[str]()
+    memory = Array(0, None, 1 << 62)  # all of it, as far as the stand-in looks
+
+    @LAUNCH
+    def launch(config: Any, kernel: int, arguments: Any, extra: Any) -> int:
+        grid, shared = config.contents.grid[0], config.contents.shared_bytes
+        product = ctypes.cast(arguments[0], ctypes.POINTER(Product))
+        anywhere = ctypes.byref(memory)
+        if mistake := libraries[kernel - 1].launch(product, grid, shared, 1, anywhere, 1):
+            mistakes.append(mistake.decode())
+        grids.append(grid)
+        return 0
+
+    def prepare_launch(source: str, launched: Launch) -> dict[str, np.generic]:
+        libraries.append(kernels.compile(source))
+        key = compiler.find_key(source, "cpu")
+        loaded.jaxllm_cuda_add(ctypes.c_int64(key), ctypes.c_void_p(len(libraries)), launch)
+        return cuda.describe_launch(key, launched, launched.capped_grid(2))
+
+    capsule = jax.ffi.pycapsule(loaded.jaxllm_cuda_product_cpu)
+    jax.ffi.register_ffi_target(cuda.TARGET, capsule, platform="cpu")
+    monkeypatch.setattr(cuda, "find_problem", lambda: None)
+    monkeypatch.setattr(cuda, "PLATFORM", "cpu")
+    monkeypatch.setattr(cuda, "prepare_launch", prepare_launch)
+    jax.clear_caches()
+    yield grids
+    assert mistakes == []
+    jax.clear_caches()
+
+
+def _weight(fmt: str, rows: int, columns: int) -> Any:
+    weight = jax.random.normal(jax.random.key(rows), (rows, columns), jnp.bfloat16)
+    return weight if fmt == "bfloat16" else for_accelerator(parse_format(fmt).quantize(weight))
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    ["int4-g64-zp-f16", *(pytest.param(x, marks=pytest.mark.more) for x in ("bfloat16", "int8"))],
+)
+def test_linears_equal_plain_products(launches: list[int], fmt: str) -> None:
+    """One launch for each weight whose rows are whole tiles; the others are plain products."""
+    weights = [_weight(fmt, rows, 200) for rows in (64, 32, 20)]
+    x_RI = jax.random.normal(jax.random.key(0), (3, 200), jnp.bfloat16)
+    products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
+    assert len(launches) == 2
+    for weight, y in zip(weights, products, strict=True):
+        dense = np.asarray(weight if fmt == "bfloat16" else weight.to_dense(), np.float64)
+        expected = np.asarray(x_RI, np.float64) @ dense.T
+        np.testing.assert_allclose(y, expected, atol=0.2 if y.shape[1] == 20 else 1e-4)
+
+
+def test_each_of_a_batch_is_a_row(launches: list[int]) -> None:
+    """Under `vmap` over the inputs there is one launch, with as many rows."""
+    weight = _weight("int8", 32, 64)
+    x_BRI = jax.random.normal(jax.random.key(0), (3, 2, 64), jnp.bfloat16)
+    y = jax.vmap(lambda x_RI: linears(x_RI, [(weight, None)])[0])(x_BRI)
+    together = linears(x_BRI.reshape(6, 64), [(weight, None)])[0]
+    np.testing.assert_array_equal(y.reshape(6, 32), together)
+    assert len(launches) == 2
+
+
+def test_step_equals_plain_step(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a model with kernels: each product of its layer and the head is a launch."""
+    model, params = random_model(
+        "llama", precision=Precision().with_dtype("bfloat16"), spread=0.1, hidden_size=64,
+        intermediate_size=96, vocab_size=128, head_dim=8, num_hidden_layers=1,
+    )  # fmt: skip
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    cache, token_B = jaxllm.init_cache(model, 2, 16), jnp.array([3, 1])
+
+    def step() -> jax.Array:
+        return jax.block_until_ready(jaxllm.decode_step(model, params, cache, token_B).logits)
+
+    with_kernels = step()
+    assert len(launches) == 7 + 1
+    monkeypatch.setattr(cuda, "find_problem", lambda: "off")
+    jax.clear_caches()
+    np.testing.assert_allclose(with_kernels, step(), atol=0.02)
+    assert len(launches) == 8
+
+
+def test_fields_are_those_of_the_kernels() -> None:
+    """The host fills the struct that the kernels read, field by field."""
+    text = (compiler.SOURCES / "arguments.h").read_text()
+    fields = re.findall(r"^  [\w *]+[ *](\w+);", text, re.MULTILINE)
+    assert tuple(fields) == (*cuda.POINTERS, *cuda.NUMBERS)
+
+
+def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are off by default, and each reason for doing without them has its words."""
+    monkeypatch.delenv(cuda.ENV, raising=False)
+    assert "JAXLLM_GPU_KERNELS=1 turns them on" in str(cuda.find_problem())
+    monkeypatch.setenv(cuda.ENV, "1")
+    assert cuda.find_problem() == "there is no NVIDIA GPU"
+    with trace_for("cuda"):
+        assert cuda.find_problem() is None or not native.is_enabled()
+        monkeypatch.setattr(cuda, "is_present", lambda: True)
+        monkeypatch.setattr(nvrtc, "load_nvrtc", lambda: None)
+        assert "pip install nvidia-cuda-nvrtc" in str(cuda.find_problem())
+
+
+@pytest.mark.skipif(nvrtc.load_nvrtc() is None, reason="NVRTC is not installed")
+def test_kernel_compiles_without_a_gpu() -> None:
+    """NVRTC finds the sources and makes an ELF file of the kernel's machine code."""
+    launch = plan_launch(Rows(4, 64), 1, 2048, 2048, Card(132, 232448, (9, 0)))
+    assert launch is not None
+    source = kernel_source(Rows(4, 64), launch, "Plain", "Float32", is_early=False)
+    code = compiler.compile_kernel(source, "sm_90a")
+    assert code.startswith(b"\x7fELF") and b"jaxllm_product" in code
+    with pytest.raises(ConfigError, match="JAXLLM_GPU_KERNELS=0 does without"):
+        compiler.compile_kernel("no C++", "sm_90a")
