@@ -227,8 +227,9 @@ inline uint32_t round_pair(float low, float high) {
     x = (x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (x + 0x7FFF + (x >> 16 & 1)) >> 16;
   return bits[0] | bits[1] << 16;
 }
-inline uint32_t add_pairs(uint32_t a, uint32_t b) {
-  return round_pair(low_float(a) + low_float(b), high_float(a) + high_float(b));
+inline uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  return round_pair(fmaf(low_float(a), low_float(b), low_float(c)),
+                    fmaf(high_float(a), high_float(b), high_float(c)));
 }
 inline float half_to_float(uint16_t half) {
   const int exponent = half >> 10 & 31, mantissa = half & 1023;

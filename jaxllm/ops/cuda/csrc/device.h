@@ -55,9 +55,9 @@ DEVICE uint32_t round_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-DEVICE uint32_t add_pairs(uint32_t a, uint32_t b) {  // a * 1 + b: additions need a newer card
+DEVICE uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {  // a * b + c, rounded once
   uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3F803F80u), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
   return pair;
 }
 DEVICE float half_to_float(uint16_t half) {

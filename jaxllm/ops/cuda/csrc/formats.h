@@ -6,7 +6,8 @@
 // unpack     a word's columns as pairs, in an order that the mma needs no bytes moved for
 // arrange    eight columns of x in the same order
 //
-// Integers become bf16 exactly: 128 + n is 0x4300 | n where n has 7 bits, and 128 is subtracted.
+// An integer n from 0 to 255 is already a bf16, n 2^-133. Times 2^127 it is n / 64, and so are the
+// factors of integers: exact, and multiplied by 64 with the scale.
 #pragma once
 
 #include "device.h"
@@ -36,8 +37,6 @@ struct Row {
   // takes is 16 or 32 bytes. They have one scale.
   static constexpr int SPAN = BITS == 16 || GROUP == 32 ? 32 : 64;
   static constexpr int LANE_BYTES = SPAN / 4 * BITS / 8;
-  // -(128 + zero), twice: what a code of 4 bits has too much.
-  static DEVICE uint32_t subtrahend(uint8_t zero) { return 0xC300C300u | zero * 0x00010001u; }
   static DEVICE int bytes(int columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK * BITS / 8; }
   static DEVICE int units(int columns) { return (bytes(columns) + UNIT_BYTES - 1) / UNIT_BYTES; }
   static DEVICE int groups(int columns) {
@@ -53,6 +52,9 @@ struct BFloat16 : Row<16, 8, 0> {
   static DEVICE void unpack(uint32_t word, uint32_t, uint32_t* pairs) { pairs[0] = word; }
 };
 
+constexpr float INTEGER_SCALE = 64;
+constexpr uint32_t TIMES_2_127 = 0x7F007F00, TIMES_2_123 = 0x7D007D00;  // pairs
+
 template <int GROUP_SIZE, class ScaleType = Float>
 struct Int8 : Row<8, 128, GROUP_SIZE> {
   using Scale = ScaleType;
@@ -62,13 +64,11 @@ struct Int8 : Row<8, 128, GROUP_SIZE> {
     return uint4{select_bytes(x.x, x.y, 0x5410), select_bytes(x.x, x.y, 0x7632),
                  select_bytes(x.z, x.w, 0x5410), select_bytes(x.z, x.w, 0x7632)};
   }
-  // The low 7 bits less 128, or less 256 if the sign is set, after 128 was added.
-  static DEVICE uint32_t to_pair(uint32_t bytes) {
-    return add_pairs((bytes & 0x007F007Fu) | 0x43004300u, (bytes & 0x00800080u) | 0xC300C300u);
-  }
   static DEVICE void unpack(uint32_t word, uint32_t, uint32_t* pairs) {
-    pairs[0] = to_pair(word);
-    pairs[1] = to_pair(word >> 8);
+    constexpr uint32_t MINUS_128 = 0xC000C000u;  // / 64
+    const uint32_t plus_128 = word ^ 0x80808080u;
+    pairs[0] = multiply_add_pairs(plus_128 & 0x00FF00FFu, TIMES_2_127, MINUS_128);
+    pairs[1] = multiply_add_pairs((plus_128 >> 8) & 0x00FF00FFu, TIMES_2_127, MINUS_128);
   }
 };
 
@@ -84,10 +84,17 @@ struct Int4 : Row<4, 128, GROUP_SIZE> {
     return uint4{select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632),
                  select_bytes(x.y, x.w, 0x5410), select_bytes(x.y, x.w, 0x7632)};
   }
+  // -zero / 64, twice; without zero points it is that of 8.
+  static DEVICE uint32_t subtrahend(uint32_t zero) {
+    return multiply_add_pairs(zero * 0x00010001u, TIMES_2_127 | 0x80008000u, 0);
+  }
   static DEVICE void unpack(uint32_t word, uint32_t minus, uint32_t* pairs) {
+    const uint32_t codes = word ^ 0x88888888u;  // two's complement + 8
     JAXLLM_UNROLL
-    for (int i = 0; i < 4; i++)  // the sign's bit is flipped: two's complement + 8
-      pairs[i] = add_pairs(((word >> 4 * i) & 0x000F000Fu) ^ 0x43084308u, minus);
+    for (int i = 0; i < 2; i++) {
+      pairs[2 * i] = multiply_add_pairs((codes >> 8 * i) & 0x000F000Fu, TIMES_2_127, minus);
+      pairs[2 * i + 1] = multiply_add_pairs((codes >> 8 * i) & 0x00F000F0u, TIMES_2_123, minus);
+    }
   }
 };
 

@@ -92,7 +92,7 @@ struct PartSums {
                          uint32_t (&pairs)[PAIRS]) const {
     const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
     const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
-    uint32_t words[WORDS], minus = Format::subtrahend(8);
+    uint32_t words[WORDS], minus = 0xBE00BE00u;  // -8 / 64
     if constexpr (WORDS == 4) {
       const uint4 read = *(const uint4*)at;
       words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
@@ -112,12 +112,13 @@ struct PartSums {
   }
   DEVICE float read_scale(const unsigned char* bytes, int stage, int unit, int span,
                           int half) const {
-    if constexpr (Format::GROUP != 0)
-      return Format::Scale::read(
-          bytes + 2048 +
-          Scales<Format>::find(g + 8 * half, scale_skew[half], stage, place.first, unit, span));
-    else
+    if constexpr (Format::GROUP != 0) {
+      const int found =
+          Scales<Format>::find(g + 8 * half, scale_skew[half], stage, place.first, unit, span);
+      return INTEGER_SCALE * Format::Scale::read(bytes + 2048 + found);
+    } else {
       return 1;
+    }
   }
   // Write the sums where the block that ends the tile looks for them.
   DEVICE void send(float* sums) const {

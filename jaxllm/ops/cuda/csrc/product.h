@@ -57,8 +57,8 @@ struct Finisher {
     const int low = row(ahead.tile, 0), high = row(ahead.tile, 1);
     if constexpr (Format::ROW_SCALE) {
       using Scale = typename Format::Scale;
-      ahead.scale.low = Scale::read((const char*)p.scale + low * Scale::BYTES);
-      ahead.scale.high = Scale::read((const char*)p.scale + high * Scale::BYTES);
+      ahead.scale.low = INTEGER_SCALE * Scale::read((const char*)p.scale + low * Scale::BYTES);
+      ahead.scale.high = INTEGER_SCALE * Scale::read((const char*)p.scale + high * Scale::BYTES);
     }
     JAXLLM_UNROLL
     for (int e = 0; e < 2; e++)

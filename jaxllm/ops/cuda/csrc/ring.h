@@ -49,7 +49,7 @@ struct GroupValues {
 
   static DEVICE int first_group(int unit) { return unit * Format::UNIT / Format::GROUP; }
   static DEVICE int skew_of(int row, int groups, int unit) {
-    return ALIGNED >= 4 ? 0 : (row * groups + first_group(unit)) * BYTES % 4;
+    return ALIGNED >= 4 ? 0 : ((row * groups + first_group(unit)) * BYTES) & 3;
   }
   DEVICE void aim(const void* values, int row, int groups, int first, int end) {
     skew = skew_of(row, groups, first);
@@ -58,14 +58,14 @@ struct GroupValues {
     size = skew + (first_group(end - 1) - first_group(first)) * BYTES + ALIGNED;
   }
   DEVICE void copy(unsigned char* to, int stage, int lane) const {
-    const int at = (skew + stage * STAGE) / PIECE * PIECE + lane % 2 * PIECE;
+    const int at = ((skew + stage * STAGE) & -PIECE) + lane % 2 * PIECE;
     if (at < size) copy_async<PIECE>(to + lane * PIECE, begin + at);
   }
   // Where a row's value for a span is, from the start of a stage's values.
   static DEVICE int find(int row, int skew, int stage, int first, int unit, int span) {
     const int group =
         SEVERAL ? (unit * Format::UNIT + span * Format::SPAN) / Format::GROUP : first & unit;
-    return row * 2 * PIECE + (skew + stage * STAGE) % PIECE + group * BYTES;
+    return row * 2 * PIECE + ((skew + stage * STAGE) & (PIECE - 1)) + group * BYTES;
   }
 };
 template <class Format>
