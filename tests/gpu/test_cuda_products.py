@@ -1,18 +1,21 @@
 """The CUDA products of decoding, run on a CPU from their own sources (stand_in/stand_in.h)."""
 
+import itertools
+import re
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from jaxllm.ops.cuda.launch import Card, Rows
-from tests.gpu.cuda_stand_in import BF16, Kernels, Variant
+from jaxllm.ops.cuda.launch import Card, Rows, kernel_source, plan_launch
+from tests.gpu.cuda_stand_in import BF16, CSRC, Kernels, Variant
 
 COLUMNS = 1400  # in parts of unequal size, and not of whole units in bfloat16
 OUTPUTS = 128
-H100 = Card(132, 232448, (9, 0))
-L4 = Card(58, 101376, (8, 9))
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
 MORE = [
     Rows(8, 32),
@@ -196,3 +199,89 @@ def test_keys_and_values_reach_their_slots(kernels: Kernels, cluster: int) -> No
     assert _error(keys[row, slot], rotated[:, heads : heads + kv_heads]) < 6e-3
     assert _error(values[row, slot], sums[:, heads + kv_heads :]) < 6e-3
     assert all(np.isnan(x.astype(float)).sum() == 12 * kv_heads * size for x in (keys, values))
+
+
+H100, A100, L4 = (
+    Card(132, 232448, (9, 0)),
+    Card(108, 166912, (8, 0)),
+    Card(58, 101376, (8, 9)),
+)
+SHAPES = [  # outputs and columns
+    (2560, 2048), (2048, 5632), (32000, 2048), (22016, 4096), (4096, 11008), (16, 8), (112, 96),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns", "expected"),
+    [
+        (16, 1, 4096, (1, 1, 10, 1, 132)),
+        (8, 1, 2048, (1, 1, 3, 2, 256)),
+        (8, 1, 4096, (1, 1, 5, 2, 256)),
+        (16, 8, 2048, (2, 1, 5, 2, 256)),
+        (8, 8, 11008, (2, 1, 5, 1, 132)),
+        (4, 8, 11008, (4, 1, 3, 2, 256)),
+        (4, 16, 4096, (8, 2, 4, 2, 256)),
+        (8, 32, 4096, (8, 4, 4, 1, 128)),
+    ],
+)
+def test_plan_is_fastest_measured(
+    bits: int, rows: int, columns: int, expected: tuple[int, ...]
+) -> None:
+    """On an H100, cluster, stages, blocks and grid are those that were fastest there."""
+    weight = next(x for x in DAILY if x.bits == bits)
+    launch = plan_launch(weight, rows, columns, 4096, H100)
+    assert launch is not None and launch[:5] == expected
+
+
+@pytest.mark.parametrize("card", [H100, A100, L4])
+def test_plans_fit_card(card: Card) -> None:
+    """Every plan fits shared memory, covers all rows, and has clusters only where they exist."""
+    plans = 0
+    for weight, rows, (outputs, columns) in itertools.product(FORMATS, (1, 3, 9, 40, 64), SHAPES):
+        launch = plan_launch(weight, rows, columns, outputs, card)
+        if launch is None:
+            smallest = weight.shared_bytes(rows, columns, 1, -(-rows // 8), 2)
+            assert smallest > card.shared_bytes or outputs % 128
+            continue
+        plans += 1
+        assert launch.shared_bytes <= card.shared_bytes and rows <= 8 * launch.tiles
+        assert outputs % (16 * launch.cluster) == launch.grid % launch.cluster == 0
+        assert 0 < launch.grid <= outputs // 16
+        assert launch.cluster == 1 or card is H100
+        assert launch.capped_grid(1) == launch.cluster and launch.capped_grid(999) == launch.grid
+    assert plans > len(FORMATS) * len(SHAPES)
+
+
+def test_plan_refuses_what_no_variant_does() -> None:
+    """More rows than 64, columns that are no multiple of 8, older cards, a norm of many columns."""
+    weight, turing = Rows(8), H100._replace(capability=(7, 5))
+    assert plan_launch(weight, 64, 8192, 128, H100, "RmsNorm")
+    assert plan_launch(weight, 65, 512, 128, H100) is None
+    assert plan_launch(weight, 1, 516, 128, H100) is None
+    assert plan_launch(weight, 1, 512, 24, H100) is None
+    assert plan_launch(weight, 1, 512, 128, turing) is None
+    assert plan_launch(weight, 1, 8200, 128, H100, "RmsNorm") is None
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90a", "100a", "120"])
+def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
+    """No variant keeps registers in memory, or takes more than so many blocks at once leave it."""
+    capability = (int(arch.rstrip("a")) // 10, int(arch[-1]) if arch[-1].isdigit() else 0)
+    card = (L4 if arch in ("86", "89", "120") else H100)._replace(capability=capability)
+    for weight, rows in itertools.product((*DAILY, Rows(4, 32)), (1, 16, 64)):
+        launch = plan_launch(weight, rows, 1024, 4096, card, "RmsNorm")
+        assert launch is not None
+        source = tmp_path / "variant.cu"
+        source.write_text(kernel_source(weight, launch, "RmsNorm", "RotaryCache", True))
+        command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin", "-I", CSRC]
+        done = subprocess.run(
+            [*command, source, "-o", tmp_path / "variant"], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+        usage = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill", done.stderr)
+        registers = re.search(r"Used (\d+) registers", done.stderr)
+        assert usage and registers, done.stderr
+        assert usage.groups() == ("0", "0"), (weight, launch, done.stderr)
+        assert int(registers[1]) <= (128 if launch.tiles <= 2 else 255)

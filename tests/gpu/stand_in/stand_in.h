@@ -141,6 +141,24 @@ inline void resume(Thread& thread) {
   thread.started = true;
   setcontext(&thread.start);
 }
+// Run threads until all of them wait: those of a warp, then its block's, then the other blocks', so
+// that what a thread does not wait for has not happened. Return whether any ran.
+inline bool run(size_t first, size_t count) {
+  if (count == 1) {
+    Thread& thread = threads[first];
+    if (thread.ended || (thread.counter && *thread.counter < thread.needed)) return false;
+    thread.counter = nullptr;
+    resume(thread);
+    return true;
+  }
+  const size_t part = count > BLOCK ? BLOCK : count > 32 ? 32 : 1;
+  bool ran = false;
+  for (bool again = true; again && !mistake; ran |= again) {
+    again = false;
+    for (size_t i = 0; i < count; i += part) again |= run(first + i, part);
+  }
+  return ran;
+}
 inline void run_cluster(int first, int size, int shared_bytes) {
   first_block = first;
   cluster_arrivals = 0;
@@ -157,15 +175,7 @@ inline void run_cluster(int first, int size, int shared_bytes) {
     thread.start.uc_stack.ss_size = STACK;
     makecontext(&thread.start, start_thread, 0);
   }
-  for (bool runs = true; runs && !mistake;) {
-    runs = false;
-    for (Thread& thread : threads)
-      if (!thread.ended && (!thread.counter || *thread.counter >= thread.needed)) {
-        thread.counter = nullptr;
-        runs = true;
-        resume(thread);
-      }
-  }
+  run(0, threads.size());
   for (Block& block : blocks) {
     if (block.ended != BLOCK) report("threads wait forever");
     for (int i = 0; i < GUARD; i++)
