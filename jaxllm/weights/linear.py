@@ -152,7 +152,7 @@ def _make_native(digits: int, matrix_unit: bool) -> Callable[..., Products]:
 def _multiply_on_gpu(x_RI: jax.Array, weights: Weights) -> Products:
     """Multiply by CUDA kernels; under `vmap` over x alone, the batch is more rows."""
     matrices = [as_weight(weight).cuda_matrix() for weight in weights]
-    return tuple(cuda.multiply(x_RI, matrix) for matrix in matrices if matrix is not None)
+    return tuple(cuda.multiply(x_RI, [matrix for matrix in matrices if matrix is not None]))
 
 
 @_multiply_on_gpu.def_vmap

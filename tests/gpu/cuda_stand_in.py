@@ -16,20 +16,15 @@ from jaxllm.ops.cuda.launch import Launch, Rows, kernel_source
 CSRC = Path(cuda.__file__).parent / "csrc"
 STAND_IN = Path(__file__).parent / "stand_in"
 BF16 = np.dtype(ml_dtypes.bfloat16)
-_POINTERS = "weight scale zero x y norm residual cosine sine keys values slot"
-_INTS = "rows columns outputs"
-_LAST = "slots heads kv_heads head_size"
-PRODUCED = ("x", "residual", "cosine", "sine", "slot")  # by the kernel before, also with EARLY
+PRODUCED = ("x", "residual")  # by the kernel before, also with EARLY
 
 
 class Product(ctypes.Structure):
     """The struct of csrc/arguments.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in _POINTERS.split()],
-        *[(name, ctypes.c_int) for name in _INTS.split()],
-        ("epsilon", ctypes.c_float),
-        *[(name, ctypes.c_int) for name in _LAST.split()],
+        *[(name, ctypes.c_void_p) for name in cuda.POINTERS],
+        *[(name, ctypes.c_int) for name in cuda.NUMBERS],
     ]
 
 
@@ -90,7 +85,7 @@ class Kernels:
 
     def run(
         self, variant: Variant, clusters: int, outputs: dict[str, np.ndarray],
-        epsilon: float = 1e-5, seed: int = 1, sizes: tuple[int, ...] = (), **inputs: np.ndarray,
+        epsilon: float = 1e-5, seed: int = 1, offset: float = 0.0, **inputs: np.ndarray,
     ) -> None:  # fmt: skip
         """Run a variant on a grid of some clusters.
 
@@ -102,7 +97,7 @@ class Kernels:
             outputs: Arrays that are written, by name.
             epsilon: Of RmsNorm.
             seed: Of what a GPU leaves open.
-            sizes: RotaryCache: slots, heads, heads of keys and values, head size.
+            offset: Of RmsNorm.
             **inputs: Arrays that are read, by name.
         """
         library, product, keep, arrays = self.load(variant), Product(), [], []
@@ -118,11 +113,12 @@ class Kernels:
         for name, array in outputs.items():
             setattr(product, name, array.ctypes.data)
         product.rows, product.columns = inputs["x"].shape
-        product.outputs = len(inputs["weight"])
-        product.epsilon = epsilon
-        for name, size in zip(_LAST.split(), sizes, strict=False):
-            setattr(product, name, size)
-        clusters = min(clusters, product.outputs // (16 * variant.cluster))
+        sizes = [len(inputs.get(name, ())) for name in cuda.POINTERS if name.startswith("weight")]
+        product.outputs0, product.outputs1, product.outputs2 = sizes
+        product.epsilon, product.offset = (
+            int(np.float32(x).view(np.int32)) for x in (epsilon, offset)
+        )
+        clusters = min(clusters, sum(sizes) // (16 * variant.cluster))
         shared = variant.weight.shared_bytes(*inputs["x"].shape, *variant[1:4])
         assert library.shared_bytes(*inputs["x"].shape) == shared
         mistake = library.launch(

@@ -58,6 +58,10 @@ class Weight(NamedTuple):
     arrays: dict[str, np.ndarray]  # as stored: weight, scale, zero
     dense: np.ndarray  # float64 [O, K]
 
+    def fields(self, index: int = 0) -> dict[str, np.ndarray]:
+        """Return its arrays as those of the kernel's weight of this index."""
+        return {f"{name}{index}": array for name, array in self.arrays.items()}
+
 
 def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Weight:
     rng = np.random.default_rng(seed)
@@ -100,7 +104,7 @@ def _product(
     seed: int = 1,
 ) -> np.ndarray:
     y = np.full((len(x), len(weight.dense)), np.nan, np.float32)
-    kernels.run(variant, clusters, {"y": y}, seed=seed, x=x, **weight.arrays)
+    kernels.run(variant, clusters, {"y0": y}, seed=seed, x=x, **weight.fields())
     return y
 
 
@@ -148,57 +152,51 @@ def test_residual_is_added(kernels: Kernels, cluster: int) -> None:
     residual = _random(3, OUTPUTS, seed=2)
     y = np.full(residual.shape, np.nan, BF16)
     kernels.run(
-        Variant(rows, cluster, epilogue="Residual"), 2, {"y": y}, residual=residual, x=x,
-        **weight.arrays,
+        Variant(rows, cluster, epilogue="Residual"), 2, {"y0": y}, residual=residual, x=x,
+        **weight.fields(),
     )  # fmt: skip
     product = x.astype(np.float64) @ weight.dense.T
     assert _error(y, residual.astype(np.float64) + product) < 6e-3
 
 
-@pytest.mark.parametrize("cluster", [1, pytest.param(8, marks=pytest.mark.more)])
-def test_gate_and_up_follow_norm(kernels: Kernels, cluster: int) -> None:
-    """y is silu(gate) * up of the normed rows: the epsilon and the norm's weight count."""
+@pytest.mark.parametrize(
+    ("cluster", "activation"),
+    [(1, "Silu"), pytest.param(8, "GeluTanh", marks=pytest.mark.more)],
+)
+def test_gate_and_up_follow_norm(kernels: Kernels, cluster: int, activation: str) -> None:
+    """y is activation(gate) * up of the normed rows: the epsilon and the norm's weight count."""
     rows, columns, epsilon = Rows(16), 520, 0.5
-    weight = _random_weight(rows, 2 * OUTPUTS, columns)
+    gate, up = (_random_weight(rows, OUTPUTS, columns, seed) for seed in (0, 5))
     x, norm = _random(9, columns), _random(1, columns, seed=3, mean=1.0)
     y = np.full((9, OUTPUTS), np.nan, BF16)
     kernels.run(
-        Variant(rows, cluster, 2, 3, "RmsNorm", "SwiGlu"), 2, {"y": y}, epsilon, norm=norm, x=x,
-        **weight.arrays,
+        Variant(rows, cluster, 2, 3, "RmsNorm", f"Gated<{activation}>"), 2, {"y0": y}, epsilon,
+        norm=norm, x=x, **gate.fields(0), **up.fields(1),
     )  # fmt: skip
-    sums = _normed(x, norm, epsilon) @ weight.dense.T
-    gate, up = sums[:, :OUTPUTS], sums[:, OUTPUTS:]
-    assert _error(y, gate / (1 + np.exp(-gate)) * up) < 6e-3
+    normed = _normed(x, norm, epsilon)
+    sums = normed @ gate.dense.T
+    inner = np.sqrt(2 / np.pi) * (sums + 0.044715 * sums**3)
+    of = sums / (1 + np.exp(-sums)) if activation == "Silu" else sums / 2 * (1 + np.tanh(inner))
+    assert _error(y, of * (normed @ up.dense.T)) < 1e-2
 
 
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=pytest.mark.more)])
-def test_keys_and_values_reach_their_slots(kernels: Kernels, cluster: int) -> None:
-    """Queries and keys are rotated by halves; keys and values are written at each row's slot, and
-    nothing else of the cache is.
+def test_three_weights_follow_one_norm(kernels: Kernels, cluster: int) -> None:
+    """Queries, keys and values of rows whose norm's weight has an offset: one launch, and none of
+    its tiles is of two weights.
     """
-    rows, columns, slots, heads, kv_heads, size = Rows(4, 64), 512, 5, 4, 2, 32
-    weight = _random_weight(rows, (heads + 2 * kv_heads) * size, columns)
-    x, norm = _random(3, columns), _random(1, columns, seed=3, mean=1.0)
-    angle = np.random.default_rng(4).uniform(0, 6.28, (3, size // 2)).astype(np.float32)
-    slot = np.array([4, 0, 2], np.int32)
-    y = np.full((3, heads, size), np.nan, BF16)
-    keys, values = (np.full((3, slots, kv_heads, size), np.nan, BF16) for _ in range(2))
+    rows, columns, outputs = Rows(4, 64), 512, (96, 48, 16)
+    weights = [_random_weight(rows, n, columns, seed) for seed, n in enumerate(outputs)]
+    x, norm = _random(3, columns), _random(1, columns, seed=3)
+    products = [np.full((3, n), np.nan, BF16) for n in outputs]
+    fields = {k: v for i, weight in enumerate(weights) for k, v in weight.fields(i).items()}
     kernels.run(
-        Variant(rows, cluster, 1, 3, "RmsNorm", "RotaryCache"), 2,
-        {"y": y, "keys": keys, "values": values}, sizes=(slots, heads, kv_heads, size), norm=norm,
-        x=x, cosine=np.cos(angle), sine=np.sin(angle), slot=slot, **weight.arrays,
+        Variant(rows, cluster, 1, 3, "RmsNorm", "Rounded"), 2,
+        {f"y{i}": y for i, y in enumerate(products)}, offset=1.0, norm=norm, x=x, **fields,
     )  # fmt: skip
-    sums = (_normed(x, norm, 1e-5) @ weight.dense.T).reshape(3, -1, size)
-    first, second = np.split(sums, 2, axis=-1)
-    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    rotated = np.concatenate(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-    )
-    row = np.arange(3)
-    assert _error(y, rotated[:, :heads]) < 6e-3
-    assert _error(keys[row, slot], rotated[:, heads : heads + kv_heads]) < 6e-3
-    assert _error(values[row, slot], sums[:, heads + kv_heads :]) < 6e-3
-    assert all(np.isnan(x.astype(float)).sum() == 12 * kv_heads * size for x in (keys, values))
+    normed = _normed(x, norm.astype(np.float64) + 1, 1e-5)
+    for y, weight in zip(products, weights, strict=True):
+        assert _error(y, normed @ weight.dense.T) < 6e-3
 
 
 H100, A100, L4 = (

@@ -8,11 +8,12 @@ NVIDIA cards from the A100 on; whatever they do not multiply runs as without the
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.ops import native
 from jaxllm.ops.cuda import compiler, driver, nvrtc
@@ -23,15 +24,18 @@ ENV = "JAXLLM_GPU_KERNELS"
 TARGET, PLATFORM = "jaxllm_cuda_product", "cuda"
 # By bits of a weight: an H100 was no faster with more rows than XLA's products.
 MAX_ROWS = {16: 8, 8: 32, 4: 64}
-# The fields of `Product` in csrc/arguments.h: pointers, and then numbers.
+# The fields of `Product` in csrc/arguments.h: pointers, and then numbers of 32 bits.
 POINTERS = (
-    *("weight", "scale", "zero", "x", "y", "norm", "residual"),
-    *("cosine", "sine", "keys", "values", "slot"),
+    *("x", "norm", "residual"),
+    *(f"{field}{i}" for field in ("weight", "scale", "zero", "y") for i in range(3)),
 )
-NUMBERS = (
-    *("rows", "columns", "outputs", "epsilon"),
-    *("slots", "heads", "kv_heads", "head_size"),
-)
+MAX_WEIGHTS = 3
+NUMBERS = ("rows", "columns", "outputs0", "outputs1", "outputs2", "epsilon", "offset")
+# Of gates: csrc/epilogues.h has these.
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "Silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "GeluTanh"),
+}
 _H100 = Card(multiprocessors=132, shared_bytes=232448, capability=(9, 0))
 _SHARED_BYTES = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}  # of a block
 _LEAST_SHARED_BYTES = 101376  # of a block of any other card
@@ -81,32 +85,96 @@ def _describe_card() -> Card:
 
 def takes(x_RI: jax.Array, matrix: Matrix | None) -> bool:
     """Whether there are kernels for these."""
-    return matrix is not None and find_problem() is None and _plan(x_RI, matrix) is not None
+    return matrix is not None and find_problem() is None and _plan(x_RI, [matrix]) is not None
 
 
-def _plan(x_RI: jax.Array, matrix: Matrix) -> Launch | None:
-    rows, columns = x_RI.shape
-    if x_RI.dtype != jnp.bfloat16 or rows > MAX_ROWS[matrix.format.bits]:
+def _plan(x_RI: jax.Array, matrices: Sequence[Matrix], prologue: str = "Plain") -> Launch | None:
+    """Return how one launch multiplies these; None if none does."""
+    (rows, columns), form = x_RI.shape, matrices[0].format
+    outputs = [matrix.arrays[0].shape[0] for matrix in matrices]
+    if x_RI.dtype != jnp.bfloat16 or rows > MAX_ROWS[form.bits] or any(n % 16 for n in outputs):
         return None
-    return plan_launch(matrix.format, rows, columns, matrix.arrays[0].shape[0], card())
+    if len(matrices) > MAX_WEIGHTS or any(matrix.format != form for matrix in matrices):
+        return None
+    return plan_launch(form, rows, columns, sum(outputs), card(), prologue)
 
 
-def multiply(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
-    """Return `x @ weight.T`, float32 `[R, O]`, for what `takes` approves of."""
-    launch = _plan(x_RI, matrix)
-    assert launch is not None
-    (rows, columns), outputs = x_RI.shape, matrix.arrays[0].shape[0]
-    source = kernel_source(matrix.format, launch, "Plain", "Float32", is_early=False)
-    fields = ["x", *POINTERS[: len(matrix.arrays)], "y"]
-    numbers = {"rows": rows, "columns": columns, "outputs": outputs}
-    y: jax.Array = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((rows, outputs), jnp.float32))(
-        x_RI,
-        *matrix.arrays,
-        places=np.array([POINTERS.index(field) for field in fields], np.int32),
-        numbers=np.array([numbers.get(field, 0) for field in NUMBERS], np.int32),
-        **prepare_launch(source, launch),
+def multiply(x_RI: jax.Array, matrices: Sequence[Matrix]) -> list[jax.Array]:
+    """Return `x @ weight.T` of each weight, float32 `[R, O]`, for weights that `takes` approves of.
+
+    Weights of one format share launches.
+    """
+    products: list[jax.Array] = []
+    while len(products) < len(matrices):
+        rest = matrices[len(products) :]
+        count = next(n for n in range(MAX_WEIGHTS, 0, -1) if _plan(x_RI, rest[:n]) is not None)
+        products += launch(x_RI, rest[:count], jnp.float32)
+    return products
+
+
+class Norm(NamedTuple):
+    """An RMS norm (`ops.rms_norm`) of the rows before they are multiplied."""
+
+    weight_I: jax.Array  # bfloat16
+    eps: float
+    weight_offset: float
+
+
+def launch(
+    x_RI: jax.Array,
+    matrices: Sequence[Matrix],
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    norm: Norm | None = None,
+    residual_RO: jax.Array | None = None,
+    activation: str | None = None,
+) -> list[jax.Array]:
+    """Multiply in one launch, and do what comes before and after it in the same.
+
+    Sums are float32, and are rounded before anything is done with them.
+
+    Args:
+        dtype: Of the products, float32 or bfloat16; bfloat16 with what follows.
+        norm: Is applied to x first.
+        residual_RO: Is added to the product of one weight.
+        activation: A name of `ACTIVATIONS`. The one result of two weights is that of the first,
+            times the product of the second.
+    """
+    prologue = "Plain" if norm is None else "RmsNorm"
+    plan = _plan(x_RI, matrices, prologue)
+    assert plan is not None
+    (rows, columns), form = x_RI.shape, matrices[0].format
+    fields: dict[str, Any] = {"x": x_RI}
+    numbers: dict[str, Any] = {"rows": rows, "columns": columns}
+    epilogue = "Float32" if dtype == jnp.float32 else "Rounded"
+    if norm is not None:
+        fields["norm"] = norm.weight_I
+        numbers |= {"epsilon": _float_bits(norm.eps), "offset": _float_bits(norm.weight_offset)}
+    if residual_RO is not None:
+        fields["residual"], epilogue = residual_RO, "Residual"
+    if activation is not None:
+        epilogue = f"Gated<{ACTIVATIONS[activation]}>"
+    for i, matrix in enumerate(matrices):
+        names = (f"{name}{i}" for name in ("weight", "scale", "zero"))
+        fields |= dict(zip(names, matrix.arrays, strict=False))
+        numbers[f"outputs{i}"] = matrix.arrays[0].shape[0]
+    written = matrices[:1] if activation is not None else matrices
+    places = [*fields, *(f"y{i}" for i in range(len(written)))]
+    out = [jax.ShapeDtypeStruct((rows, x.arrays[0].shape[0]), dtype) for x in written]
+    source = kernel_source(form, plan, prologue, epilogue, is_early=False)
+    call = jax.ffi.ffi_call(TARGET, out)
+    return list(
+        call(
+            *fields.values(),
+            places=np.array([POINTERS.index(place) for place in places], np.int32),
+            numbers=np.array([numbers.get(number, 0) for number in NUMBERS], np.int32),
+            **prepare_launch(source, plan),
+        )
     )
-    return y
+
+
+def _float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
 
 
 def prepare_launch(source: str, launch: Launch) -> dict[str, np.generic]:

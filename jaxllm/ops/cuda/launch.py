@@ -91,7 +91,10 @@ class Launch(NamedTuple):
 def plan_launch(
     weight: Rows, rows: int, columns: int, outputs: int, card: Card, prologue: str = "Plain"
 ) -> Launch | None:
-    """Return how to multiply `rows` rows of x by a weight, or None if no variant applies."""
+    """Return how to multiply `rows` rows of x by weights, or None if no variant applies.
+
+    outputs: of all weights of the call together; each has a multiple of 16.
+    """
     if not 1 <= rows <= MAX_ROWS or columns % 8 or card.capability < (8, 0):
         return None
     if prologue == "RmsNorm" and not weight.norm_fits(columns):
@@ -146,7 +149,7 @@ def kernel_source(
         weight: The weight's format.
         launch: Cluster, tiles and stages.
         prologue: `Plain` or `RmsNorm` (csrc/prologues.h).
-        epilogue: `Float32`, `Residual`, `SwiGlu` or `RotaryCache` (csrc/epilogues.h).
+        epilogue: `Float32`, `Rounded`, `Residual` or `Gated<...>` (csrc/epilogues.h).
         is_early: Whether weights are read before the kernel before has ended, which must not
             have written them.
     """

@@ -1,4 +1,6 @@
 // A variant of kernel.cu as a function, for ctypes. The variant's macros come before.
+#include <cfenv>
+
 #include "kernel.cu"
 
 namespace {
@@ -14,5 +16,12 @@ extern "C" const char* launch(const Product* product, int grid, int shared, unsi
   given = *product;
   stand_in::arrays = arrays;
   stand_in::array_count = array_count;
-  return stand_in::launch(grid, JAXLLM_CLUSTER, shared, seed, [] { jaxllm_product(given); });
+  // XLA's threads take subnormal numbers as 0, which a GPU does not.
+  std::fenv_t environment;
+  std::fegetenv(&environment);
+  std::fesetenv(FE_DFL_ENV);
+  const char* mistake =
+      stand_in::launch(grid, JAXLLM_CLUSTER, shared, seed, [] { jaxllm_product(given); });
+  std::fesetenv(&environment);
+  return mistake;
 }

@@ -3,29 +3,24 @@
 
 namespace jaxllm {
 
-// y = x W^T. Arrays are dense, row by row, and aligned to 16 bytes; bf16 is bfloat16.
+constexpr int WEIGHTS = 3;
+
+// y = x W^T for up to three weights of one format. Arrays are dense, row by row, and aligned to 16
+// bytes; bf16 is bfloat16.
 struct Product {
-  const void* weight;    // [O, K] or [O, K'], as its format stores it (formats.h)
-  const void* scale;     // [O, G]
-  const void* zero;      // uint8 [O, G]: zero points, if the format has them
-  const void* x;         // bf16 [M, K]
-  void* y;               // as the epilogue writes it (epilogues.h)
-  const void* norm;      // RmsNorm: bf16 [K]
-  const void* residual;  // Residual: bf16 [M, O]; may be y
-  const float* cosine;   // RotaryCache: float32 [M, H / 2]
-  const float* sine;     // RotaryCache: float32 [M, H / 2]
-  void* keys;            // RotaryCache: bf16 [M, S, kv heads, H]
-  void* values;          // RotaryCache: bf16 [M, S, kv heads, H]
-  const int* slot;       // RotaryCache: [M], where each row is written, from 0 to S - 1
-  int rows;              // M
-  int columns;           // K, a multiple of 8
-  int outputs;           // O
-  float epsilon;         // RmsNorm
-  int slots;             // S
-  int heads;             // of queries
-  int kv_heads;
-  int head_size;  // H, a multiple of 16
+  const void* x;                // bf16 [M, K]
+  const void* norm;             // RmsNorm: bf16 [K]
+  const void* residual;         // Residual: bf16 [M, O]; may be y
+  const void* weight[WEIGHTS];  // [O, K] or [O, K'], as their format stores it (formats.h)
+  const void* scale[WEIGHTS];   // [O, G]
+  const void* zero[WEIGHTS];    // uint8 [O, G]: zero points, if the format has them
+  void* y[WEIGHTS];             // as the epilogue writes it (epilogues.h)
+  int rows;                     // M
+  int columns;                  // K, a multiple of 8
+  int outputs[WEIGHTS];         // O, multiples of 16; 0 for no weight
+  float epsilon;                // RmsNorm
+  float offset;                 // RmsNorm: is added to the norm's weight
 };
-static_assert(sizeof(Product) == 128, "the host fills it with the same layout");
+static_assert(sizeof(Product) == 152, "the host fills it with the same layout");
 
 }  // namespace jaxllm

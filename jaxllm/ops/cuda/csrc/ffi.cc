@@ -1,5 +1,8 @@
-// Kernels for a GPU as XLA's custom calls. Python compiles and loads them, and adds them here under a key; a call launches
-// one through CUDA's driver, whose structures are declared as its ABI has them, so that building needs no CUDA.
+// Kernels for a GPU as XLA's custom calls. Python compiles and loads them, and adds them here under
+// a key; a call launches one through CUDA's driver, whose structures are declared as its ABI has
+// them, so that building needs no CUDA.
+#include "xla/ffi/api/ffi.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -8,7 +11,6 @@
 #include <unordered_map>
 
 #include "arguments.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 namespace {
@@ -43,14 +45,16 @@ void* find_kernel(int64_t key) {
 
 Error internal(const std::string& what) { return Error::Internal("jaxllm: " + what); }
 
-// Launches a product. places: the field of `Product` that each argument, and then each result, is put in, counted in
-// pointers. numbers: the fields after the pointers. Shapes were checked when the program was traced.
-Error product(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int32_t> places,
-              ffi::Span<const int32_t> numbers, int64_t key, int32_t grid, int32_t cluster, int32_t shared_bytes,
-              bool early) {
+// Launches a product. places: the field of `Product` that each argument, and then each result, is
+// put in, counted in pointers. numbers: the fields after the pointers. Shapes were checked when the
+// program was traced.
+Error product(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+              ffi::Span<const int32_t> places, ffi::Span<const int32_t> numbers, int64_t key,
+              int32_t grid, int32_t cluster, int32_t shared_bytes, bool early) {
   constexpr size_t kPointers = offsetof(Product, rows) / sizeof(void*);
+  constexpr size_t kNumbers = (offsetof(Product, offset) - offsetof(Product, rows)) / 4 + 1;
   Product product = {};
-  if (places.size() != args.size() + rets.size() || numbers.size() * 4 != sizeof(Product) - offsetof(Product, rows))
+  if (places.size() != args.size() + rets.size() || numbers.size() != kNumbers)
     return internal("a call has other arguments than the kernel");
   for (size_t i = 0; i < places.size(); i++) {
     void* data;
@@ -64,20 +68,23 @@ Error product(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ff
       data = (*buffer)->untyped_data();
     }
     if (size_t(places[i]) >= kPointers) return internal("no such argument of the kernel");
-    std::memcpy(reinterpret_cast<char*>(&product) + places[i] * sizeof(void*), &data, sizeof(void*));
+    std::memcpy(reinterpret_cast<char*>(&product) + places[i] * sizeof(void*), &data,
+                sizeof(void*));
   }
-  std::memcpy(&product.rows, numbers.begin(), numbers.size() * 4);
+  std::memcpy(&product.rows, numbers.begin(), kNumbers * 4);
   void* kernel = find_kernel(key);
   if (!kernel) return internal("the kernel of a program was not loaded");
   Attribute attributes[2] = {{Attribute::kClusterDimension, 0, {uint32_t(cluster), 1, 1}},
                              {Attribute::kStartEarly, 0, {1}}};
   // Cards without clusters know neither of these.
   Attribute* first = attributes + (cluster == 1);
-  const Config config = {{uint32_t(grid), 1, 1},  {256, 1, 1}, uint32_t(shared_bytes), stream, first,
-                         uint32_t((cluster > 1) + early)};
+  const Config config = {
+      {uint32_t(grid), 1, 1},         {256, 1, 1}, uint32_t(shared_bytes), stream, first,
+      uint32_t((cluster > 1) + early)};
   void* arguments[] = {&product};
   const int error = launch(&config, kernel, arguments, nullptr);
-  return error ? internal("CUDA's driver did not launch a kernel (error " + std::to_string(error) + ")")
+  return error ? internal("CUDA's driver did not launch a kernel (error " + std::to_string(error) +
+                          ")")
                : Error::Success();
 }
 
@@ -105,9 +112,10 @@ extern "C" void jaxllm_cuda_add(int64_t key, void* kernel, void* launch) {
   jaxllm::launch = reinterpret_cast<jaxllm::Launch>(launch);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_cuda_product, jaxllm::product,
-                              jaxllm::bind_product(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_cuda_product, jaxllm::product,
+    jaxllm::bind_product(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 // The same on a CPU, where tests stand in for a GPU.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_cuda_product_cpu,

@@ -47,18 +47,22 @@ struct Finisher {
       : p(p), place(place), sums(sums), squares(squares) {
     rows = C == 1 && TILES == 1 ? 0 : 8 * place.warp;
   }
-  DEVICE int row(int tile, int half) const { return Epilogue::row(p, tile, place.lane / 4, half); }
+  DEVICE WeightRow row(int tile, int half) const {
+    return Epilogue::row(p, tile, place.lane / 4, half);
+  }
   DEVICE int input_row(int e) const { return rows + place.lane % 4 * 2 + e; }
   // Read what the end of a tile needs from memory.
   DEVICE Ahead read_ahead(int tile) const {
     Ahead ahead;
     ahead.tile = tile * C + place.rank;
     if (rows >= 8 * TILES) return ahead;
-    const int low = row(ahead.tile, 0), high = row(ahead.tile, 1);
+    const WeightRow low = row(ahead.tile, 0), high = row(ahead.tile, 1);
     if constexpr (Format::ROW_SCALE) {
       using Scale = typename Format::Scale;
-      ahead.scale.low = INTEGER_SCALE * Scale::read((const char*)p.scale + low * Scale::BYTES);
-      ahead.scale.high = INTEGER_SCALE * Scale::read((const char*)p.scale + high * Scale::BYTES);
+      const char* scale = (const char*)pick(p.scale, low.weight);
+      ahead.scale.low = INTEGER_SCALE * Scale::read(scale + low.row * Scale::BYTES);
+      scale = (const char*)pick(p.scale, high.weight);
+      ahead.scale.high = INTEGER_SCALE * Scale::read(scale + high.row * Scale::BYTES);
     }
     JAXLLM_UNROLL
     for (int e = 0; e < 2; e++)
@@ -74,7 +78,7 @@ struct Finisher {
       const float4 more = *(const float4*)(at + part * TILES * 128);
       sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
     }
-    const int low = row(ahead.tile, 0), high = row(ahead.tile, 1);
+    const WeightRow low = row(ahead.tile, 0), high = row(ahead.tile, 1);
     JAXLLM_UNROLL
     for (int e = 0; e < 2; e++) {
       const int m = input_row(e);
@@ -114,12 +118,13 @@ DEVICE void run(const Product& p) {
   using Ahead = typename Finisher<Format, Prologue, Epilogue, C, TILES>::Ahead;
   Ahead now = {}, before = {};
   int slot = 0, buffer = 0, turn = 0;  // of the ring, of sums, and of the warps
-  for (int tile = block_index() / C; tile * C < p.outputs / TILE_ROWS; tile += block_count() / C) {
+  for (int tile = block_index() / C; tile * C < Epilogue::tile_count(p);
+       tile += block_count() / C) {
     // A warp ends 8 rows of x; if there are no more and no other block, each warp in its turn.
     const bool ends = C > 1 || TILES > 1 || place.warp == turn % PARTS;
     if (ends) now = finisher.read_ahead(tile);
     const int mine = tile * C + place.tile, g = place.lane / 4;
-    part.begin(Epilogue::row(p, mine, g, 0), Epilogue::row(p, mine, g, 1),
+    part.begin(Epilogue::row(p, mine, g, 0).row, Epilogue::row(p, mine, g, 1).row,
                Format::groups(p.columns));
     for (int stage = 0; stage < ring.stage_count; stage++) {
       wait_for_copies<STAGES - 1>();

@@ -53,8 +53,8 @@ struct Plain {
   }
 };
 
-// x / rms(x) * norm: x * norm is rounded to bf16, and 1 / rms multiplies the sums. A warp loads
-// its own part of the columns, so a row's sum of squares has one order too.
+// x / rms(x) * (norm + offset): x * (norm + offset) is rounded to bf16, and 1 / rms multiplies the
+// sums. A warp loads its own part of the columns, so a row's sum of squares has one order too.
 struct RmsNorm {
   static constexpr int KEPT = 4;  // chunks of the norm's weight in registers: K <= 8,192
   uint4 norm[KEPT];
@@ -93,15 +93,16 @@ struct RmsNorm {
         JAXLLM_UNROLL
         for (int i = 0; i < TURN; i++)
           if (row + i * C < p.rows && chunk < chunks)
-            inputs.write<Format>(row + i * C, before + chunk, scale(eight[i], norm[k], sum[i]));
+            inputs.write<Format>(row + i * C, before + chunk,
+                                 scale(eight[i], norm[k], p.offset, sum[i]));
       }
       JAXLLM_UNROLL
       for (int i = 0; i < TURN; i++)
         if (row + i * C < p.rows) share_sum<TILES>(place, inputs.squares, row + i * C, sum[i]);
     }
   }
-  // Return eight values times eight weights, and add the values' squares to a sum.
-  static DEVICE uint4 scale(uint4 x, uint4 weight, float& sum) {
+  // Return eight values times eight weights + offset, and add the values' squares to a sum.
+  static DEVICE uint4 scale(uint4 x, uint4 weight, float offset, float& sum) {
     const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
     const uint32_t weights[4] = {weight.x, weight.y, weight.z, weight.w};
     uint32_t out[4];
@@ -109,7 +110,8 @@ struct RmsNorm {
     for (int i = 0; i < 4; i++) {
       const float low = low_float(pairs[i]), high = high_float(pairs[i]);
       sum = fmaf(high, high, fmaf(low, low, sum));
-      out[i] = round_pair(low * low_float(weights[i]), high * high_float(weights[i]));
+      out[i] = round_pair(low * (low_float(weights[i]) + offset),
+                          high * (high_float(weights[i]) + offset));
     }
     return uint4{out[0], out[1], out[2], out[3]};
   }

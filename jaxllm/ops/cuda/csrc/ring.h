@@ -4,7 +4,7 @@
 // runs on from one tile of rows to the next, and needs no barrier but its warp's.
 #pragma once
 
-#include "arguments.h"
+#include "epilogues.h"
 #include "formats.h"
 
 namespace jaxllm {
@@ -110,23 +110,26 @@ struct Ring {
     row_bytes = Format::bytes(p.columns);
     aim();
   }
-  DEVICE int row_of(int r, int half) const {
+  DEVICE WeightRow row_of(int r, int half) const {
     return Epilogue::row(p, tile * C + place.tile, r, half);
   }
+  DEVICE const unsigned char* find_row(WeightRow at) const {
+    return (const unsigned char*)pick(p.weight, at.weight) + size_t(at.row) * row_bytes +
+           place.first * UNIT_BYTES;
+  }
   DEVICE void aim() {
-    const unsigned char* begin = (const unsigned char*)p.weight + place.first * UNIT_BYTES;
-    low = begin + size_t(row_of(place.lane / 8, 0)) * row_bytes;
-    high = begin + size_t(row_of(place.lane / 8, 1)) * row_bytes;
+    low = find_row(row_of(place.lane / 8, 0));
+    high = find_row(row_of(place.lane / 8, 1));
     if constexpr (Format::GROUP != 0) {
-      const int row = row_of(place.lane / 2 % 8, place.lane / 16),
-                groups = Format::groups(p.columns);
-      scales.aim(p.scale, row, groups, place.first, place.end);
-      zeros.aim(p.zero, row, groups, place.first, place.end);
+      const WeightRow at = row_of(place.lane / 2 % 8, place.lane / 16);
+      const int groups = Format::groups(p.columns);
+      scales.aim(pick(p.scale, at.weight), at.row, groups, place.first, place.end);
+      zeros.aim(pick(p.zero, at.weight), at.row, groups, place.first, place.end);
     }
   }
   // Begin to copy the next stage.
   DEVICE void load(int slot) {
-    if (tile * C < p.outputs / TILE_ROWS) {
+    if (tile * C < Epilogue::tile_count(p)) {
       unsigned char* to = stages + slot * STAGE_BYTES;
       const int chunk = place.lane % 8, unit = place.first + 2 * stage + chunk / 4;
       if (unit < place.end) {
@@ -150,7 +153,7 @@ struct Ring {
   DEVICE void next_tile() {
     stage = 0;
     tile += block_count() / C;
-    if (tile * C < p.outputs / TILE_ROWS) aim();
+    if (tile * C < Epilogue::tile_count(p)) aim();
   }
   DEVICE void fill() {
     JAXLLM_UNROLL
