@@ -88,7 +88,7 @@ def takes(x_RI: jax.Array, matrix: Matrix | None) -> bool:
     return matrix is not None and find_problem() is None and _plan(x_RI, [matrix]) is not None
 
 
-def _plan(x_RI: jax.Array, matrices: Sequence[Matrix], prologue: str = "Plain") -> Launch | None:
+def _plan(x_RI: jax.Array, matrices: Sequence[Matrix]) -> Launch | None:
     """Return how one launch multiplies these; None if none does."""
     (rows, columns), form = x_RI.shape, matrices[0].format
     outputs = [matrix.arrays[0].shape[0] for matrix in matrices]
@@ -96,7 +96,7 @@ def _plan(x_RI: jax.Array, matrices: Sequence[Matrix], prologue: str = "Plain") 
         return None
     if len(matrices) > MAX_WEIGHTS or any(matrix.format != form for matrix in matrices):
         return None
-    return plan_launch(form, rows, columns, sum(outputs), card(), prologue)
+    return plan_launch(form, rows, columns, sum(outputs), card())
 
 
 def multiply(x_RI: jax.Array, matrices: Sequence[Matrix]) -> list[jax.Array]:
@@ -141,7 +141,7 @@ def launch(
             times the product of the second.
     """
     prologue = "Plain" if norm is None else "RmsNorm"
-    plan = _plan(x_RI, matrices, prologue)
+    plan = _plan(x_RI, matrices)
     assert plan is not None
     (rows, columns), form = x_RI.shape, matrices[0].format
     fields: dict[str, Any] = {"x": x_RI}

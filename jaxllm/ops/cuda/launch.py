@@ -11,7 +11,6 @@ MAX_ROWS = 64
 _PARTS, _THREADS, _TILE_ROWS = 8, 256, 16  # as in csrc/ring.h
 _UNIT_BYTES = 64
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own
-_MAX_NORM_COLUMNS = 1024  # of a part, in registers
 
 
 class Rows(NamedTuple):
@@ -59,10 +58,6 @@ class Rows(NamedTuple):
         sums = 2 * _PARTS * tiles * 512 + _PARTS * tiles * 32
         return _PARTS * stages * self.stage_bytes + sums + rows * stride
 
-    def norm_fits(self, columns: int) -> bool:
-        """Return whether the norm's weights of a part fit in registers."""
-        return -(-self._units(columns) // _PARTS) * self._unit <= _MAX_NORM_COLUMNS
-
 
 class Card(NamedTuple):
     """What a rule has to consider of a GPU."""
@@ -88,16 +83,12 @@ class Launch(NamedTuple):
         return min(self.grid, self.cluster * max(1, active_clusters))
 
 
-def plan_launch(
-    weight: Rows, rows: int, columns: int, outputs: int, card: Card, prologue: str = "Plain"
-) -> Launch | None:
+def plan_launch(weight: Rows, rows: int, columns: int, outputs: int, card: Card) -> Launch | None:
     """Return how to multiply `rows` rows of x by weights, or None if no variant applies.
 
     outputs: of all weights of the call together; each has a multiple of 16.
     """
     if not 1 <= rows <= MAX_ROWS or columns % 8 or card.capability < (8, 0):
-        return None
-    if prologue == "RmsNorm" and not weight.norm_fits(columns):
         return None
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4 if rows <= 32 else 8
     cluster, stages, blocks = _fastest(weight.bits, rows, columns, outputs)

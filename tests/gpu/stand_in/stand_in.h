@@ -278,6 +278,7 @@ T read_global(const T* pointer) {
   stand_in::check_read(pointer, sizeof(T));
   return *pointer;
 }
+inline void prefetch_global(const void* pointer) { stand_in::check_read(pointer, 2); }
 inline void copy_async_16(void* shared, const void* global, int size) {
   stand_in::copy_later(shared, global, size, 16 - size);
 }

@@ -79,6 +79,9 @@ template <class T>
 DEVICE T read_global(const T* pointer) {
   return __ldcg(pointer);
 }
+DEVICE void prefetch_global(const void* pointer) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
 
 // Copies to shared memory that go on while the threads compute. `size` bytes are read, and the
 // rest of the 16 are zeros. A thread waits for all of its groups of copies but the last N.

@@ -105,12 +105,11 @@ DEVICE void run(const Product& p) {
   if constexpr (C > 1) arrive_in_cluster();
   if constexpr (!EARLY) wait_for_previous_kernel();
   Ring<Format, Epilogue, C, STAGES> ring(p, place, shared);
-  Prologue prologue;
   ring.fill();
-  prologue.read_weights(p, place);
+  Prologue::prefetch(p, place);
   if constexpr (EARLY) wait_for_previous_kernel();
   if constexpr (C > 1) wait_for_cluster();  // its other blocks have started: they can be written to
-  prologue.template load<Format, TILES>(p, place, inputs);
+  Prologue::template load<Format, TILES>(p, place, inputs);
   block_barrier();
 
   PartSums<Format, C, TILES> part(p, place, inputs);

@@ -1,6 +1,6 @@
 // How x comes to shared memory: a block's share of the columns of all rows, zeros beyond the last.
 //
-// A prologue may read weights of its own before the wait for the kernel before, and its factor
+// A prologue may prefetch weights of its own before the wait for the kernel before, and its factor
 // multiplies the sums of a row at the end.
 #pragma once
 
@@ -26,10 +26,10 @@ struct Inputs {
 
 struct Plain {
   template <class Format, int C>
-  DEVICE void read_weights(const Product&, const Place<Format, C>&) {}
+  static DEVICE void prefetch(const Product&, const Place<Format, C>&) {}
 
   template <class Format, int TILES, int C>
-  DEVICE void load(const Product& p, const Place<Format, C>& place, const Inputs& inputs) {
+  static DEVICE void load(const Product& p, const Place<Format, C>& place, const Inputs& inputs) {
     constexpr int TURN = 8;  // loads at once
     const int chunks = (place.share_end - place.share_first) * (Format::UNIT / 8);
     const int total = p.rows * chunks, column = place.share_first * Format::UNIT;
@@ -56,45 +56,31 @@ struct Plain {
 // x / rms(x) * (norm + offset): x * (norm + offset) is rounded to bf16, and 1 / rms multiplies the
 // sums. A warp loads its own part of the columns, so a row's sum of squares has one order too.
 struct RmsNorm {
-  static constexpr int KEPT = 4;  // chunks of the norm's weight in registers: K <= 8,192
-  uint4 norm[KEPT];
-
   template <class Format, int C>
-  DEVICE void read_weights(const Product& p, const Place<Format, C>& place) {
-    JAXLLM_UNROLL
-    for (int k = 0; k < KEPT; k++)
-      if (const int chunk = place.lane + 32 * k; chunk < chunks_of(place))
-        norm[k] = read_eight(p.norm, 0, p.columns, column_of(place, chunk));
-  }
-  template <class Format, int C>
-  static DEVICE int chunks_of(const Place<Format, C>& place) {
-    return (place.end - place.first) * (Format::UNIT / 8);
-  }
-  template <class Format, int C>
-  static DEVICE int column_of(const Place<Format, C>& place, int chunk) {
-    return place.first * Format::UNIT + chunk * 8;
+  static DEVICE void prefetch(const Product& p, const Place<Format, C>& place) {
+    const int end = place.end * Format::UNIT < p.columns ? place.end * Format::UNIT : p.columns;
+    for (int column = place.first * Format::UNIT + place.lane * 8; column < end; column += 256)
+      prefetch_global((const uint16_t*)p.norm + column);
   }
   template <class Format, int TILES, int C>
-  DEVICE void load(const Product& p, const Place<Format, C>& place, const Inputs& inputs) {
+  static DEVICE void load(const Product& p, const Place<Format, C>& place, const Inputs& inputs) {
     constexpr int TURN = 8;  // rows at once; the C warps of a part take turns
-    const int chunks = chunks_of(place);
+    const int chunks = (place.end - place.first) * (Format::UNIT / 8);
     const int before = (place.first - place.share_first) * (Format::UNIT / 8);
     for (int row = place.tile; row < p.rows; row += TURN * C) {
       float sum[TURN] = {};
-      JAXLLM_UNROLL
-      for (int k = 0; k < KEPT; k++) {
-        const int chunk = place.lane + 32 * k;
-        if (32 * k >= chunks) continue;
+      for (int chunk = place.lane; chunk < chunks; chunk += 32) {
+        const int column = place.first * Format::UNIT + chunk * 8;
+        const uint4 norm = read_eight(p.norm, 0, p.columns, column);
         uint4 eight[TURN];
         JAXLLM_UNROLL
         for (int i = 0; i < TURN; i++)
-          if (row + i * C < p.rows && chunk < chunks)
-            eight[i] = read_eight(p.x, row + i * C, p.columns, column_of(place, chunk));
+          if (row + i * C < p.rows) eight[i] = read_eight(p.x, row + i * C, p.columns, column);
         JAXLLM_UNROLL
         for (int i = 0; i < TURN; i++)
-          if (row + i * C < p.rows && chunk < chunks)
+          if (row + i * C < p.rows)
             inputs.write<Format>(row + i * C, before + chunk,
-                                 scale(eight[i], norm[k], p.offset, sum[i]));
+                                 scale(eight[i], norm, p.offset, sum[i]));
       }
       JAXLLM_UNROLL
       for (int i = 0; i < TURN; i++)
