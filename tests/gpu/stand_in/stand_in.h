@@ -29,6 +29,7 @@ struct float4 {
 #define DEVICE inline
 #define KERNEL(threads, blocks) static void
 #define JAXLLM_UNROLL
+#define JAXLLM_UNROLL_2
 
 namespace jaxllm {
 namespace stand_in {

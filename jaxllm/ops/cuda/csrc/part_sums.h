@@ -40,7 +40,7 @@ struct PartSums {
   }
   // Add a stage's unit, 0 or 1.
   DEVICE void add_unit(const unsigned char* bytes, int stage, int unit) {
-    JAXLLM_UNROLL
+    JAXLLM_UNROLL_2  // more would take too many registers
     for (int span = 0; span < SPANS; span += SPAN_TURN) {
       uint32_t a[SPAN_TURN][PAIRS / 2][4];
       float scale[SPAN_TURN][2];
