@@ -27,6 +27,7 @@ test: $(VENV)/.installed-test
 pytest test-more: export XLA_FLAGS = --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 \
 	$(if $(wildcard $(VENV)/lib/*/site-packages/jaxlib-0.11*),,--xla_cpu_use_fusion_emitters=false)
+pytest test-more: export OPENBLAS_NUM_THREADS = 1  # two workers share two cores
 pytest: KIND := not full and not more
 test-more: KIND := more and not full
 pytest test-more: $(VENV)/.installed-test

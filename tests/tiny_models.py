@@ -574,7 +574,7 @@ def random_model(
 ) -> tuple[Any, Params]:
     """Return a tiny jaxllm model with every tensor random, without writing files."""
     _, base = KINDS[family]
-    settings = {"num_hidden_layers": 2, "n_layer": 2, **changes}
+    settings = {"num_hidden_layers": 2, "n_layer": 2, "sliding_window_pattern": 2, **changes}
     known = {k: v for k, v in settings.items() if k in base or k in changes}
     config, _ = read_config(theirs(family, **known).to_dict())
     model = models.build(config, precision)

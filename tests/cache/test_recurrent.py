@@ -37,7 +37,8 @@ from tests.tiny_models import VOCAB, assert_close, random_model, tokens
 FAMILIES = [
     "qwen3_5_text",
     "lfm2",
-    *(pytest.param(f, marks=pytest.mark.more) for f in ("granitemoehybrid", "lfm2_moe")),
+    pytest.param("granitemoehybrid", marks=pytest.mark.more),
+    pytest.param("lfm2_moe", marks=pytest.mark.full),
 ]
 LENGTH = 2 * CHUNK + 9
 

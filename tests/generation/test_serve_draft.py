@@ -129,7 +129,12 @@ def expected() -> dict[Any, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "draft", ["lookup", *(pytest.param(x, marks=pytest.mark.more) for x in ("itself", "another"))]
+    "draft",
+    [
+        "lookup",
+        pytest.param("itself", marks=pytest.mark.more),
+        pytest.param("another", marks=pytest.mark.full),
+    ],
 )
 def test_draft_keeps_every_bit(draft: str) -> None:
     """Tokens, log-probabilities, likeliest tokens and ends are those without a draft; a draft that
@@ -174,11 +179,13 @@ def test_results_are_independent_of_draft_and_company(
     join late and one is cancelled, the others' results are those without a draft.
     """
     seen: list[int] = []
-    order = np.random.default_rng(rows).permutation(20).tolist()
-    stopped = next(i for i in order[:12] if len(expected()[i]) > 5)
+    # Each set of samplers is a program; other drafts run with all of them.
+    used = [i for i in range(20) if not cached or i % 5 in (1, 4)]
+    order = np.random.default_rng(rows).permutation(used)[:12].tolist()
+    stopped = next(i for i in order if len(expected()[i]) > 5)
 
     def arrive() -> Iterator[Request | None]:
-        for number, i in enumerate(order[:12]):
+        for number, i in enumerate(order):
             changes: Any = {"until": lambda _: False} if i % 4 == 1 else {}
             if i == stopped:
                 changes = {"until": lambda token: bool(seen.append(token)),
@@ -192,7 +199,7 @@ def test_results_are_independent_of_draft_and_company(
     part = found.pop(stopped)
     whole = expected()[stopped]
     assert part == [*whole[: len(part) - 1], (None, None, Finish.CANCELLED, None)] != whole
-    assert found == {i: expected()[i] for i in order[:12] if i != stopped}
+    assert found == {i: expected()[i] for i in order if i != stopped}
 
 
 @pytest.mark.parametrize("draft", ["lookup", "itself"])

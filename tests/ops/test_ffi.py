@@ -19,13 +19,16 @@ f32, bf16, i8, u8, i32 = jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.int
 X = jnp.ones((2, 200))
 
 
+PACKED: Any = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
+BLOCKS: Any = as_format(jnp.ones((5, 256)), "nf4")
+
+
 def zeros(*shape: int, dtype: Any = f32) -> jax.Array:
-    return jnp.zeros(shape, dtype)
+    return jnp.asarray(np.zeros(shape, dtype))  # `jnp.zeros` would compile each shape
 
 
 def packed(**changed: jax.Array) -> Matrix:
-    weight = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
-    return Matrix(Kind.PACKED_BF16, jax.tree.leaves(weight.replace(**changed)))
+    return Matrix(Kind.PACKED_BF16, jax.tree.leaves(PACKED.replace(**changed)))
 
 
 def int8(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None = None) -> Matrix:
@@ -38,8 +41,7 @@ def int4(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None 
 
 def nf4(count: int = 6, **changed: jax.Array) -> Matrix:
     """Return 20 blocks of nf4, of which 200 columns are no whole number, or some of its pieces."""
-    weight: Any = as_format(jnp.ones((5, 256)), "nf4")
-    matrix = weight.replace(**changed).native_matrix()
+    matrix = BLOCKS.replace(**changed).native_matrix()
     return matrix._replace(arrays=matrix.arrays[:count])
 
 

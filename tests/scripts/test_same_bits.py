@@ -29,5 +29,5 @@ def test_all_ways_agree_and_a_difference_is_found(
 
     monkeypatch.setattr(same_bits, "run_stream", run_stream)
     with pytest.raises(typer.Exit):
-        same_bits.same_bits(requests=2, seed=1)
-    assert "| streamed | 2 | 0 | 1 |" in capsys.readouterr().out
+        same_bits.same_bits(requests=4, seed=1)
+    assert "| streamed | 4 | 0 | 1 |" in capsys.readouterr().out

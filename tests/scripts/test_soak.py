@@ -1,5 +1,6 @@
 """A short soak test: `make soak` is the long one."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ def test_serving_and_generation_do_not_leak(
     monkeypatch.setattr(soak, "MAX_NEW", 8)
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)
     lm = jaxllm.load(tmp_path)
+    gc.freeze()  # each mark collects garbage, here only what is new
     monitor = soak.Monitor(30)
     reasons = soak.serve(lm, 30, 0, monitor)
     assert {"refused", "cancelled", "length", "stop"} <= set(reasons)

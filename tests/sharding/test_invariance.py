@@ -16,7 +16,13 @@ pytestmark = [
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("mesh", "exact"), [("data=2,tensor=2", True), ("stage=2", False)])
+@pytest.mark.parametrize(
+    ("mesh", "exact"),
+    [
+        ("data=2,stage=2,tensor=2", True),
+        pytest.param("stage=2", False, marks=pytest.mark.full),
+    ],
+)
 def test_mesh_keeps_the_bits_of_one_device(
     mesh: str, exact: bool, shallow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
