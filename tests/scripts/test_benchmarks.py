@@ -180,7 +180,7 @@ def test_speculation_tables_run(capsys: Printed) -> None:
 
 
 @pytest.mark.more
-def test_lookup_table_runs_on_a_text(tmp_path: Path, capsys: Printed) -> None:
+def test_lookup_table_runs_on_a_text(tmp_path: Path, demo_names: None, capsys: Printed) -> None:
     """A text that repeats itself is looked up, and each sampling has a row per rule."""
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cat. " * 20, encoding="utf-8")
@@ -209,7 +209,7 @@ def test_patching_equals_hooks(capsys: Printed) -> None:
 
 
 @pytest.mark.more
-def test_trees_compare_ways_and_drafts(capsys: Printed) -> None:
+def test_trees_compare_ways_and_drafts(demo_names: None, capsys: Printed) -> None:
     """Each way has a row; a tree of drafts drafts more and accepts no less than its first chain."""
     options = "--branches 3 --tokens 2 --prompt 8 --rounds 1"
     trees.main(options.split())

@@ -59,7 +59,6 @@ EXPERTS = [
 TOKENS = ("sequence=4", "sequence=2:heads")  # without other axes
 EVERY_DAY = (
     "stage=2,sequence=2,tensor=2:tokens",
-    "expert=2,sequence=2",
     "expert=2,sequence=2:heads",
 )
 CASES = [
