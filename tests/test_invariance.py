@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from tests.tiny_models import INVARIANT, RECURRENT, marks_of, random_model, tokens
+from tests.tiny_models import INVARIANT, RECURRENT, cut_demo, marks_of, random_model, tokens
 
 pytestmark = pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
 LENGTH = 61
@@ -116,11 +117,14 @@ def ways(model: Any, params: Any, ids: np.ndarray) -> Any:
     ("demo", "quantize"),
     [("llama", None), pytest.param("gpt2", "int4", marks=pytest.mark.full)],
 )
-def test_report_finds_no_difference_on_demos(shallow: Any, demo: str, quantize: str | None) -> None:
-    """Batches, chunks, caches, speculation, `serve`, grammars and another process give a demo's
-    text the same bits.
+def test_report_finds_no_difference_on_demos(
+    tmp_path: Path, demo: str, quantize: str | None
+) -> None:
+    """Batches, chunks, caches, speculation, `serve`, grammars and another process give a text the
+    same bits with a demo's first layer.
     """
-    load = partial(jaxllm.load, shallow(demo), dtype="bfloat16", quantize=quantize, invariant=True)
+    path = cut_demo(demo, tmp_path, layers=1)
+    load = partial(jaxllm.load, path, dtype="bfloat16", quantize=quantize, invariant=True)
     others = load if quantize is None else None
     report = check_invariance(load(), show=lambda _: None, load=others)
     assert ("scored by another process" in {x.way for x in report.comparisons}) == bool(others)
@@ -130,12 +134,12 @@ def test_report_finds_no_difference_on_demos(shallow: Any, demo: str, quantize: 
 
 @pytest.mark.more
 def test_report_names_first_stage_that_differs(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without kernels, the report does not promise equal bits, and names where they differ."""
     for texts in ("_compare_texts", "_compare_grammars"):
         monkeypatch.setattr(invariance, texts, lambda *_: ())
-    lm = jaxllm.load(shallow("llama"))
+    lm = jaxllm.load(cut_demo("llama", tmp_path, layers=1))
     with native.disable_kernels():
         report = check_invariance(lm, length=40, new_tokens=4, show=lambda _: None)
     assert not report.promised
@@ -149,7 +153,7 @@ DIGEST = """
 import hashlib, sys
 import numpy as np
 import jaxllm
-lm = jaxllm.load("demo:llama", dtype="bfloat16", quantize="int4", invariant=True)
+lm = jaxllm.load(sys.argv[1], dtype="bfloat16", quantize="int4", invariant=True)
 ids = np.random.default_rng(0).integers(3, lm.config.vocab_size, (3, 80))
 out = jaxllm.forward(lm.model, lm.params, None, ids, read=["blocks.*.resid_post"])
 drawn = lm.generate(ids[0].tolist(), max_new_tokens=16, temperature=1.0, top_p=0.95, seed=7)
@@ -159,10 +163,10 @@ print(hashlib.sha256(arrays + repr((drawn.tokens, drawn.logprobs)).encode()).hex
 
 
 @pytest.mark.more
-def test_number_of_threads_changes_no_bits() -> None:
+def test_number_of_threads_changes_no_bits(shallow: Any) -> None:
     digests = {
         subprocess.run(
-            [sys.executable, "-c", DIGEST],
+            [sys.executable, "-c", DIGEST, shallow("llama")],
             env={**os.environ, "JAXLLM_THREADS": threads},
             check=True, capture_output=True, text=True,
         ).stdout

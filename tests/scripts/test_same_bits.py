@@ -13,7 +13,7 @@ from scripts.tools import same_bits
 @pytest.mark.more
 @pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
 def test_all_ways_agree_and_a_difference_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo_names: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All ways give the same bits; an answer with another log-probability is reported."""
     monkeypatch.setattr(same_bits, "OPTIONS", same_bits.OPTIONS[2:3])

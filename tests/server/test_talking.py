@@ -33,7 +33,7 @@ SAYS = {
 
 def make_talker(path: Path, style: str, **options: Any) -> int:
     """Write a model that calls the tool after `QUESTION`; return the size of its tokenizer."""
-    write_talker(path, style, "", 1, **options)
+    write_talker(path, style, "", 1)  # whose prompts have as many tokens
     prompt = jaxllm.load(path).chat_prompt([QUESTION], tools=[TOOL])
     return write_talker(path, style, SAYS[style], len(prompt), **options)
 
