@@ -39,7 +39,7 @@ def make_talker(path: Path, style: str, **options: Any) -> int:
 
 
 # test_tools.py reads their calls; special tokens as their marks are in other styles too.
-FULL = ("granite", "lfm2")
+FULL = ("granite", "lfm2", "mistral")
 
 
 @pytest.mark.parametrize(
