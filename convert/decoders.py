@@ -16,7 +16,7 @@ from jaxllm.convert.tables import (
     refuse,
 )
 from jaxllm.errors import ConfigError
-from jaxllm.models.decoder import DecoderConfig
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.hybrid_attention import LocalRopeConfig
 
 FIELDS = (

@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax
 
 from jaxllm.config.model import Positive
-from jaxllm.models.decoder import MLP, Attention, Decoder, decoder_family
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder_block import MLP, Attention
 from jaxllm.models.hybrid_attention import SlidingRopeConfig
 from jaxllm.models.layers import AttentionContext, Layer
 from jaxllm.models.modules import LayerNorm

@@ -18,7 +18,8 @@ from jaxllm import ops
 from jaxllm.config.model import HeadCount, HiddenSize, Positive, VocabSize
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Attention, Decoder, decoder_family
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder_block import Attention
 from jaxllm.models.gemma2 import GemmaConfig
 from jaxllm.models.hybrid_attention import LocalRopeConfig
 from jaxllm.models.layers import AttentionContext

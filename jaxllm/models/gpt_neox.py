@@ -10,7 +10,9 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 
-from jaxllm.models.decoder import Attention, Decoder, DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder_block import Attention
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import AttentionContext, Layer
 from jaxllm.models.modules import LayerNorm, UngatedMLP

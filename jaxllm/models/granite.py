@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Positive
-from jaxllm.models.decoder import DecoderConfig, decoder_family
+from jaxllm.models.decoder import decoder_family
+from jaxllm.models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxllm.config.model import Rope, TokenCount
-from jaxllm.models.decoder import DecoderConfig
+from jaxllm.models.decoder_config import DecoderConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.config.model import HeadCount, HiddenSize, Rope
 from jaxllm.models import decoder, moe
-from jaxllm.models.decoder import Decoder, DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext, AttentionOutput, attend
 from jaxllm.models.modules import Linear, RMSNorm, get_param, project

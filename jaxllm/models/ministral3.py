@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from jaxllm.config.model import TokenCount
-from jaxllm.models.decoder import DecoderConfig, decoder_family
+from jaxllm.models.decoder import decoder_family
+from jaxllm.models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

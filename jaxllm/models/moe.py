@@ -17,7 +17,9 @@ from msgspec import Meta
 from jaxllm import ops
 from jaxllm.config.model import HiddenSize, ModelConfig, Positive
 from jaxllm.models import decoder
-from jaxllm.models.decoder import MLP, Decoder, DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder_block import MLP
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import DecoderConfig, decoder_family
+from jaxllm.models.decoder import decoder_family
+from jaxllm.models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from jaxllm import ops
 from jaxllm.config.model import HeadCount, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.family import Family, LinearGroup
 from jaxllm.models.layers import AttentionContext, AttentionOutput
 from jaxllm.models.modules import Linear, get_param, project

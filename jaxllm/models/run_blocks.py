@@ -95,9 +95,8 @@ def _share_traces(full: AttentionContext) -> tuple[Callable[..., Layer], Callabl
     firsts: dict[Any, Any] = {}
 
     def arguments(block: Any, context: AttentionContext) -> tuple[Any, ...]:
-        first = firsts.setdefault(
-            block.config.layer_signature(block.layer), block.clone(parent=None, name=None)
-        )
+        kind = type(block), block.config.layer_signature(block.layer)
+        first = firsts.setdefault(kind, block.clone(parent=None, name=None))
         source = block.config.kv_source(block.layer)
         entries = [(s.k[source], s.v[source]) for s in full.segments]
         earlier = (context.earlier[source],) if source != block.layer else ()

@@ -36,12 +36,12 @@ LAUNCH = ctypes.CFUNCTYPE(
 @pytest.fixture
 def launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[int]]:
-    """Let kernels run on this CPU; return the grid of each launch."""
+) -> Iterator[list[str]]:
+    """Let kernels run on this CPU; return what each launch does before and after its product."""
     if (loaded := native.load_kernels()) is None:
         pytest.skip("the native library was not built")
     kernels = Kernels(tmp_path_factory.mktemp("kernels"))
-    libraries, grids, mistakes = list[Any](), list[int](), list[str]()
+    libraries, ways, done, mistakes = list[Any](), list[str](), list[str](), list[str]()
     memory = Array(0, None, 1 << 62)  # all of it, as far as the stand-in looks
 
     @LAUNCH
@@ -51,11 +51,12 @@ def launches(
         anywhere = ctypes.byref(memory)
         if mistake := libraries[kernel - 1].launch(product, grid, shared, 1, anywhere, 1):
             mistakes.append(mistake.decode())
-        grids.append(grid)
+        done.append(ways[kernel - 1])
         return 0
 
     def prepare_launch(source: str, launched: Launch) -> dict[str, np.generic]:
         libraries.append(kernels.compile(source))
+        ways.append(" ".join(re.findall("#define JAXLLM_(?:PRO|EPI)LOGUE (.*)", source)))
         key = compiler.find_key(source, "cpu")
         loaded.jaxllm_cuda_add(ctypes.c_int64(key), ctypes.c_void_p(len(libraries)), launch)
         return cuda.describe_launch(key, launched, launched.capped_grid(2))
@@ -66,7 +67,7 @@ def launches(
     monkeypatch.setattr(cuda, "PLATFORM", "cpu")
     monkeypatch.setattr(cuda, "prepare_launch", prepare_launch)
     jax.clear_caches()
-    yield grids
+    yield done
     assert mistakes == []
     jax.clear_caches()
 
@@ -80,7 +81,7 @@ def _weight(fmt: str, rows: int, columns: int) -> Any:
     "fmt",
     ["int4-g64-zp-f16", *(pytest.param(x, marks=pytest.mark.more) for x in ("bfloat16", "int8"))],
 )
-def test_linears_equal_plain_products(launches: list[int], fmt: str) -> None:
+def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
     """One launch for the weights whose rows are whole tiles; the others are plain products."""
     weights = [_weight(fmt, rows, 200) for rows in (64, 32, 20)]
     x_RI = jax.random.normal(jax.random.key(0), (3, 200), jnp.bfloat16)
@@ -92,7 +93,7 @@ def test_linears_equal_plain_products(launches: list[int], fmt: str) -> None:
         np.testing.assert_allclose(y, expected, atol=0.2 if y.shape[1] == 20 else 1e-4)
 
 
-def test_each_of_a_batch_is_a_row(launches: list[int]) -> None:
+def test_each_of_a_batch_is_a_row(launches: list[str]) -> None:
     """Under `vmap` over the inputs there is one launch, with as many rows."""
     weight = _weight("int8", 32, 64)
     x_BRI = jax.random.normal(jax.random.key(0), (3, 2, 64), jnp.bfloat16)
@@ -102,25 +103,33 @@ def test_each_of_a_batch_is_a_row(launches: list[int]) -> None:
     assert len(launches) == 2
 
 
-def test_step_equals_plain_step(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a model with kernels: q, k and v, the output, gate and up, down, and the head are
-    a launch each."""
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.more)])
+def test_step_equals_plain_step(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A step with kernels: a layer is four launches that do what is between its products."""
     model, params = random_model(
-        "llama", precision=Precision().with_dtype("bfloat16"), spread=0.1, hidden_size=64,
+        family, precision=Precision.uniform("bfloat16"), spread=0.1, hidden_size=64,
         intermediate_size=96, vocab_size=128, head_dim=8, num_hidden_layers=1,
     )  # fmt: skip
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     cache, token_B = jaxllm.init_cache(model, 2, 16), jnp.array([3, 1])
 
-    def step() -> jax.Array:
-        return jax.block_until_ready(jaxllm.decode_step(model, params, cache, token_B).logits)
+    def step(**options: Any) -> jax.Array:
+        out = jaxllm.decode_step(model, params, cache, token_B, **options)
+        return jax.block_until_ready(out.logits)
 
     with_kernels = step()
-    assert len(launches) == 5
+    layer = ["RmsNorm Rounded", "Plain Residual", "RmsNorm Gated<Silu>", "Plain Residual"]
+    assert launches == [*layer, "Plain Float32"]
+    read = step(read=["blocks.0.mlp.pre"])  # layers with sites are not fused
+    assert launches[5:] == ["Plain Float32"] * 5
     monkeypatch.setattr(cuda, "find_problem", lambda: "off")
     jax.clear_caches()
-    np.testing.assert_allclose(with_kernels, step(), atol=0.02)
-    assert len(launches) == 5
+    plain = step()
+    assert len(launches) == 10
+    np.testing.assert_allclose(read, plain, atol=0.02)
+    np.testing.assert_allclose(with_kernels, plain, atol=0.03)
 
 
 def test_fields_are_those_of_the_kernels() -> None:

@@ -85,16 +85,24 @@ def _describe_card() -> Card:
 
 def takes(x_RI: jax.Array, matrix: Matrix | None) -> bool:
     """Whether there are kernels for these."""
-    return matrix is not None and find_problem() is None and _plan(x_RI, [matrix]) is not None
+    return x_RI.dtype == jnp.bfloat16 and fits(x_RI.shape, [matrix])
 
 
-def _plan(x_RI: jax.Array, matrices: Sequence[Matrix]) -> Launch | None:
-    """Return how one launch multiplies these; None if none does."""
-    (rows, columns), form = x_RI.shape, matrices[0].format
+def fits(shape: tuple[int, ...], matrices: Sequence[Matrix | None]) -> bool:
+    """Whether one launch multiplies rows of bfloat16, `[R, I]`, by these weights."""
+    if find_problem() is not None:
+        return False
+    some = [matrix for matrix in matrices if matrix is not None]
+    return len(some) == len(matrices) and _plan(shape, some) is not None
+
+
+def _plan(shape: tuple[int, ...], matrices: Sequence[Matrix]) -> Launch | None:
+    """Return how one launch multiplies rows of this shape by weights; None if none does."""
+    (rows, columns), form = shape, matrices[0].format
     outputs = [matrix.arrays[0].shape[0] for matrix in matrices]
-    if x_RI.dtype != jnp.bfloat16 or rows > MAX_ROWS[form.bits] or any(n % 16 for n in outputs):
+    if rows > MAX_ROWS[form.bits] or len(matrices) > MAX_WEIGHTS or any(n % 16 for n in outputs):
         return None
-    if len(matrices) > MAX_WEIGHTS or any(matrix.format != form for matrix in matrices):
+    if any(matrix.format != form for matrix in matrices):
         return None
     return plan_launch(form, rows, columns, sum(outputs), card())
 
@@ -107,7 +115,9 @@ def multiply(x_RI: jax.Array, matrices: Sequence[Matrix]) -> list[jax.Array]:
     products: list[jax.Array] = []
     while len(products) < len(matrices):
         rest = matrices[len(products) :]
-        count = next(n for n in range(MAX_WEIGHTS, 0, -1) if _plan(x_RI, rest[:n]) is not None)
+        count = next(
+            n for n in range(MAX_WEIGHTS, 0, -1) if _plan(x_RI.shape, rest[:n]) is not None
+        )
         products += launch(x_RI, rest[:count], jnp.float32)
     return products
 
@@ -141,7 +151,7 @@ def launch(
             times the product of the second.
     """
     prologue = "Plain" if norm is None else "RmsNorm"
-    plan = _plan(x_RI, matrices)
+    plan = _plan(x_RI.shape, matrices)
     assert plan is not None
     (rows, columns), form = x_RI.shape, matrices[0].format
     fields: dict[str, Any] = {"x": x_RI}

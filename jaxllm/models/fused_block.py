@@ -1,0 +1,130 @@
+"""Decoder layers whose kernels for a GPU do what is between products, in steps of few rows.
+
+A layer is four launches and attention: queries, keys and values of normed rows; the output
+projection, added to the stream; the gated channels of normed rows; and their projection, added too.
+Sums are rounded where the separate operations round them, but for the norm: its weight multiplies
+before its root does.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.models.decoder_block import MLP, Attention, Block
+from jaxllm.models.layers import NO_PARALLEL, AttentionContext, AttentionOutput, Layer
+from jaxllm.models.modules import Linear
+from jaxllm.models.sites import SiteRecorder
+from jaxllm.ops import cuda
+from jaxllm.weights.formats import as_weight
+from jaxllm.weights.precision import Precision
+
+
+class Normed(NamedTuple):
+    """Rows that are normed where they are multiplied."""
+
+    x: jax.Array
+    norm: cuda.Norm
+
+
+def can_fuse(
+    config: Any, precision: Precision, params: Mapping[str, Any], x: jax.Array,
+    context: AttentionContext,
+) -> bool:  # fmt: skip
+    """Return whether a layer with these parameters can be a `FusedBlock`."""
+    if cuda.find_problem() is not None or not _is_plain(config, precision, context):
+        return False
+    before, _, before_mlp, _ = config.norms
+    attention, mlp, rows = params["self_attn"], params["mlp"], math.prod(x.shape[:-1])
+    norms = [params[name]["weight"] for name in (before, before_mlp)]
+    if any(not isinstance(x, jax.Array) or x.dtype != jnp.bfloat16 for x in norms):
+        return False
+    groups = (
+        [attention[f"{name}_proj"] for name in "qkv"], [attention["o_proj"]],
+        [mlp["gate_proj"], mlp["up_proj"]], [mlp["down_proj"]],
+    )  # fmt: skip
+    return all(
+        cuda.fits((rows, weights[0].shape[1]), [weight.cuda_matrix() for weight in weights])
+        for weights in ([as_weight(linear["weight"]) for linear in group] for group in groups)
+    )
+
+
+def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> bool:
+    """Whether nothing is read, changed or added between the products of a layer."""
+    before, after, before_mlp, after_mlp = config.norms
+    return (
+        None not in (before, before_mlp)
+        and (after, after_mlp) == (None, None)
+        and config.hidden_act in cuda.ACTIVATIONS
+        and config.residual_scale == 1
+        and not (config.biases[1] or config.biases[2] or config.gates_attention)
+        and not (precision.overrides or precision.int8_inputs or precision.invariant)
+        and precision.activations == "bfloat16"
+        and not (context.read or context.edits.edits)
+        and context.hooks == NO_PARALLEL
+    )
+
+
+class FusedAttention(Attention):
+    """`Attention` of normed rows, which adds to the stream."""
+
+    def _project_in(self, x: Any) -> Sequence[jax.Array]:
+        terms = [linear.weight_and_bias(x.x.shape[-1]) for linear in self._linears()]
+        products = _launch(x.x, [weight for weight, _ in terms], norm=x.norm)
+        return [
+            y if bias is None else y + bias.astype(y.dtype)
+            for y, (_, bias) in zip(products, terms, strict=True)
+        ]
+
+    def _project_out(self, x: Any, linear: Linear, heads: jax.Array) -> jax.Array:
+        weight, _ = linear.weight_and_bias(heads.shape[-1])
+        return _launch(heads, [weight], residual=x.x)[0]
+
+
+class FusedMLP(MLP):
+    """`MLP` of normed rows, which adds to the stream."""
+
+    @nn.compact
+    def __call__(self, x: Any, site: SiteRecorder) -> jax.Array:
+        c, p, D = self.config, self.precision, x.x.shape[-1]
+        gates = [Linear(self.width, False, p, name=f"{name}_proj") for name in ("gate", "up")]
+        weights = [linear.weight_and_bias(D)[0] for linear in gates]
+        hidden = _launch(x.x, weights, norm=x.norm, activation=c.hidden_act)[0]
+        down, _ = Linear(D, False, p, name="down_proj").weight_and_bias(self.width)
+        return _launch(hidden, [down], residual=x.x)[0]
+
+
+class FusedBlock(Block):
+    """`Block` for what `can_fuse` approves of; its parameters have the same names."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: AttentionContext) -> Layer:
+        c, p = self.config, self.precision
+        before, _, before_mlp, _ = c.norms
+        site = context.site_recorder(self.layer)
+        attention = FusedAttention(c, p, self.layer, name="self_attn")
+        attended: AttentionOutput = attention(self._normed(before, x), context, site)
+        middle = attended.x
+        mlp = FusedMLP(c, p, c.mlp_size(self.layer), name="mlp")
+        y = mlp(self._normed(before_mlp, middle), site)
+        return Layer(attended._replace(x=middle - x), y, site.recorded)
+
+    def _normed(self, name: str | None, x: jax.Array) -> Any:
+        c, params = self.config, self.variables["params"]
+        norm = cuda.Norm(params[str(name)]["weight"], c.norm_eps, c.norm_weight_offset)
+        return Normed(x, norm)
+
+
+def _launch(
+    x: jax.Array, weights: Sequence[Any], residual: jax.Array | None = None, **options: Any
+) -> list[jax.Array]:
+    """Launch the products of rows `[..., I]`; return each, `[..., O]`."""
+    rows = math.prod(x.shape[:-1])
+    if residual is not None:
+        options["residual_RO"] = residual.reshape(rows, -1)
+    matrices = [matrix for w in weights if (matrix := as_weight(w).cuda_matrix()) is not None]
+    products = cuda.launch(x.reshape(rows, -1), matrices, **options)
+    return [y.reshape(*x.shape[:-1], -1) for y in products]
