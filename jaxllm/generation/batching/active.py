@@ -211,9 +211,9 @@ def fill_request(
         rows = rows.replace(eos_BE=jax.device_put(eos_BE))
     eos_E = np.pad(eos_E, (0, max(-missing, 0)), constant_values=NO_TOKEN)
     at = state.kinds.index(active.kind)
-    position_BS, kept, rows, stacked = fill_row(
+    position_BS, states, rows, stacked = fill_row(
         state.cache.tail.position_BS,
-        state.cache.state,
+        (state.cache.state, state.draft.state),
         rows.replace(samplers=()),
         rows.samplers[at],
         np.int32(row),
@@ -222,12 +222,13 @@ def fill_request(
     )
     samplers = (*state.rows.samplers[:at], stacked, *state.rows.samplers[at + 1 :])
     tail = state.cache.tail.replace(position_BS=position_BS)
-    cache = state.cache.replace(tail=tail, state=kept)
+    cache = state.cache.replace(tail=tail, state=states[0])
     held = {**state.active, row: active}
     edited = {r: other.edits for r, other in held.items() if other.edits.edits}
     return state._replace(
         cache=read_prefix(cache, row, active.prefix),
         rows=rows.replace(samplers=samplers),
+        draft=state.draft.with_written(state.draft.tail, states[1]),
         active=held,
         edits=stack_rows(edited, cache.batch),
     )
@@ -246,19 +247,19 @@ def one_row(
 @partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def fill_row(
     position_BS: jax.Array,
-    state: tuple[Any, ...],
+    states: Any,
     rows: RowState,
     stacked: StackedSampler,
     row: jax.Array,
     filled: RowState,
     sampler: Sampler,
-) -> tuple[jax.Array, tuple[Any, ...], RowState, StackedSampler]:
-    """Clear a row of the cache and give it a new text and sampler."""
-    state = jax.tree.map(lambda x: x.at[row].set(0), state)
+) -> tuple[jax.Array, Any, RowState, StackedSampler]:
+    """Clear a row of the caches and give it a new text and sampler."""
+    states = jax.tree.map(lambda x: x.at[row].set(0), states)
     rows, stacked = jax.tree.map(
         lambda old, new: old.at[row].set(new), (rows, stacked), (filled, StackedSampler(sampler))
     )
-    return position_BS.at[row].set(EMPTY), state, rows, stacked
+    return position_BS.at[row].set(EMPTY), states, rows, stacked
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
@@ -289,6 +290,6 @@ def round_arguments(
         params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
         row_adapters(adapters, R),
     )  # fmt: skip
-    tails = Tails(state.cache.tail, draft.tail, state.cache.state)
+    tails = Tails(state.cache.tail, draft.tail, (state.cache.state, draft.state))
     counts = (np.int32(rounds), np.int32(len(active)))
     return places, (plan, inputs, tails, state.rows, *counts)

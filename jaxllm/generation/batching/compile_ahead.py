@@ -61,8 +61,9 @@ def keep_shapes(loop: Loop) -> Loop:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     state = loop.state
-    cache, rows, tail = jax.tree.map(shape, (state.cache, state.rows, state.draft.tail))
-    state = state._replace(cache=cache, rows=rows, draft=state.draft.with_tail(tail))
+    draft = state.draft
+    cache, rows, *written = jax.tree.map(shape, (state.cache, state.rows, draft.tail, draft.state))
+    state = state._replace(cache=cache, rows=rows, draft=draft.with_written(*written))
     return loop._replace(state=state)
 
 
@@ -79,7 +80,8 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
     for stacked in state.rows.samplers:
         sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked.rows)
-        places = (state.cache.tail.position_BS, state.cache.state, bare, stacked, number)
+        states = (state.cache.state, state.draft.state)
+        places = (state.cache.tail.position_BS, states, bare, stacked, number)
         fill_row.lower(*places, filled, sampler).compile()
     if chunk_size is not None and chunk_size <= state.cache.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)

@@ -335,8 +335,9 @@ def _run_rounds(
         for i in range(count)
         for j in range(state.draft.width + 1)
     ]
-    cache = state.cache.replace(tail=tails.target, state=tails.state)
-    return state._replace(cache=cache, rows=rows, draft=state.draft.with_tail(tails.draft)), steps
+    cache = state.cache.replace(tail=tails.target, state=tails.states[0])
+    draft = state.draft.with_written(tails.draft, tails.states[1])
+    return state._replace(cache=cache, rows=rows, draft=draft), steps
 
 
 def _run_step(

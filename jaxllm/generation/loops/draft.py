@@ -2,7 +2,7 @@
 
 A draft model has its own cache. There, a token's slot is its position. Tokens that were
 written without the draft are missing from it. `catch_up` runs them; `propose_tokens` expects all
-but the last two.
+but the last two. Its state, if the model has recurrent layers, is that after these tokens.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment
+from jaxllm.cache.commit import commit_state
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, SamplingError
 from jaxllm.generation.loops.finish import NO_TOKEN, put_rows, select_rows, take_rows
@@ -24,7 +25,7 @@ from jaxllm.generation.loops.microbatch import (
     TokenRun,
     pack_microbatch,
     run_microbatch,
-    run_own_slots,
+    run_tokens,
     split_microbatches,
 )
 from jaxllm.generation.loops.rows import (
@@ -37,9 +38,9 @@ from jaxllm.generation.loops.rows import (
 )
 from jaxllm.generation.sampling.sampler import Context, apply_processors
 from jaxllm.models.inputs import check_model
-from jaxllm.ops.recurrent import CHUNK, RecurrentState
+from jaxllm.ops.recurrent import CHUNK, RecurrentState, map_rows
 from jaxllm.ops.row_sums import softmax
-from jaxllm.ops.slot_update import NO_SLOT
+from jaxllm.ops.slot_update import NO_SLOT, write_slots
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
@@ -81,8 +82,14 @@ class Draft(NamedTuple):
     def tail(self) -> Segment | None:
         return None if self.cache is None else self.cache.tail
 
-    def with_tail(self, tail: Segment | None) -> "Draft":
-        return self if self.cache is None else self._replace(cache=self.cache.replace(tail=tail))
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return () if self.cache is None else self.cache.state
+
+    def with_written(self, tail: Segment | None, state: tuple[Any, ...]) -> "Draft":
+        if self.cache is None:
+            return self
+        return self._replace(cache=self.cache.replace(tail=tail, state=state))
 
 
 NO_DRAFT = Draft()
@@ -120,19 +127,18 @@ def check_states(configs: Sequence[ModelConfig], width: int) -> None:
 
     configs: the model's, and that of the draft if it is a model. width: tokens per proposal.
     """
-    if any(config.has_state for config in configs[1:]):
-        raise ConfigError(
-            "a model with recurrent layers or Infini-attention cannot be a draft: its state cannot"
-            " forget rejected tokens. Use a PromptLookup, or a draft with attention in every layer"
-        )
-    model = configs[0]
-    shapes = [model.state_shape(i) for i in range(model.num_hidden_layers)]
-    known = all(isinstance(x, RecurrentState | None) for x in shapes)
-    if model.has_state and (width >= CHUNK or not known):
-        raise ConfigError(
-            f"drafts of {width} tokens do not support this model's state: expected fewer than"
-            f" {CHUNK} tokens, and recurrent layers"
-        )
+    for name, config in zip(("model", "draft"), configs, strict=False):
+        shapes = [config.state_shape(i) for i in range(config.num_hidden_layers)]
+        if not all(isinstance(x, RecurrentState | None) for x in shapes):
+            raise ConfigError(
+                f"speculation does not support Infini-attention, which the {name} has: its memory"
+                " cannot forget rejected tokens"
+            )
+        if config.has_state and width >= CHUNK:
+            raise ConfigError(
+                f"the {name} has recurrent layers, which support drafts of fewer than {CHUNK}"
+                f" tokens, got {width}"
+            )
 
 
 def check_draft_vocabulary(target: Any, draft: Any) -> None:
@@ -186,24 +192,27 @@ def propose_tokens(
     source: Model | PromptLookup,
     params: Params | None,
     tail: Segment | None,
+    state: tuple[Any, ...],
     width: int,
     row_R: jax.Array | None,
     rows: RowState,
     uses_KR: jax.Array | None,
     size: int,
     acceptance: Acceptance,
-) -> tuple[jax.Array, jax.Array | None, Segment | None]:
+) -> tuple[jax.Array, jax.Array | None, Segment | None, tuple[Any, ...]]:
     """Propose `width` tokens in each row, or fewer and then -1.
 
     A draft model draws with the keys that the target uses at these positions, on copies of the
     sampler and the text. row_R: as in `Microbatch`. size: the number of the target's logits.
+    state: of these rows.
 
     Returns:
         The tokens `[R, width]`, the distributions that they were drawn from, `[width, R, V]`, if
-        they are needed, and the draft's tail.
+        they are needed, the draft's tail, and what `commit_state` makes its state from: the last
+        two tokens and all proposals but the last, of which any first part can be committed.
     """
     if isinstance(source, PromptLookup):
-        return look_up_draft(rows.context, source.ngram, width), None, tail
+        return look_up_draft(rows.context, source.ngram, width), None, tail, ()
     assert tail is not None and params is not None
     tail = cut_rows(tail, row_R, rows.context.length_B - 2)
     resamples = by_rejection(rows, acceptance)
@@ -214,7 +223,7 @@ def propose_tokens(
 
     def draft_token(carry: Any, new: int) -> Any:
         """Run the last `new` tokens; draw the next one."""
-        tail, rows = carry
+        tail, state, rows = carry
         length_R = rows.context.length_B
         live_R = live_rows(rows, uses_KR) & (length_R < rows.limit_B - 1)
         position_RT = length_R[:, None] + jnp.arange(-new, 0, dtype=jnp.int32)[None]
@@ -227,16 +236,29 @@ def propose_tokens(
             column_R=jnp.full_like(length_R, new - 1),
             member_RB=None,
         )
-        out, tail, *_ = run_own_slots(tail, (), source, params, places, None, "logits", ())
+        out, delta, waits, _ = run_tokens(source, params, (tail,), state, places, None, "logits")
+        state = commit_state(delta.state, delta.position_BS, waits)
+        new_RT = cast_delta(delta, tail)
+        tail = write_slots(tail, new_RT, places.slot_RT, row_R, wait_for=waits)
         finite_R, logits_RV = jnp.isfinite(out[:, 0]).all(axis=1), fit_logits(out[:, 0], size)
         rows, drawn, scores = draw(rows, uses_KR, live_R, logits_RV, finite_R, choose=choose)
-        return (tail, rows), (drawn.token_B, softmax(scores) if resamples else None)
+        made = (drawn.token_B, softmax(scores) if resamples else None)
+        return (tail, state, rows), made, delta.state
+
+    def draft_next(carry: Any, _: None) -> Any:
+        carry, made, pending = draft_token(carry, 1)
+        return carry, (made, [x and x.rows for x in pending])
+
+    def join(first: jax.Array, rest_K: jax.Array, axis: int) -> jax.Array:
+        return jnp.concatenate([first, jnp.moveaxis(rest_K.squeeze(axis + 1), 0, axis)], axis)
 
     # The last token but one has not run if all proposals were accepted.
-    carry, first = draft_token((tail, rows), 2)
-    (tail, _), rest = jax.lax.scan(lambda carry, _: draft_token(carry, 1), carry, length=width - 1)
+    carry, first, pending = draft_token((tail, state, rows), 2)
+    (tail, *_), (rest, rows_K) = jax.lax.scan(draft_next, carry, length=width - 1)
     token_KR, q_KRV = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
-    return token_KR.T, q_KRV, tail
+    pairs = zip(pending, rows_K, strict=True)
+    ran = tuple(x and x.replace(rows=map_rows(join, x.rows, rest)) for x, rest in pairs)
+    return token_KR.T, q_KRV, tail, ran
 
 
 def look_up_draft(text: Context, ngram: int, width: int) -> jax.Array:

@@ -91,12 +91,12 @@ class Tails(NamedTuple):
 
     target: A cache without its frozen segments, in which all rows write at the cursor; or only its
         tail, in which a token's slot is its position.
-    state: With a tail, `KVCache.state`; within a loop, of its rows.
+    states: `KVCache.state` of both, the model's with a tail alone; within a loop, of its rows.
     """
 
     target: KVCache | Segment
     draft: Segment | None = None
-    state: tuple[Any, ...] = ()
+    states: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
 class Round(NamedTuple):
@@ -111,13 +111,13 @@ def run_round(
     plan: LoopPlan, inputs: LoopInputs, tails: Tails, rows: RowState
 ) -> tuple[Tails, RowState, Round]:
     """Run the newest token of each live row and a draft's after it; draw the tokens that follow."""
-    target, draft_tail, state = tails
+    target, draft_tail, (state, draft_state) = tails
     live_R, token_RT, q_KRV = live_rows(rows, inputs.uses_KR), last_tokens(rows.context, 1), None
-    draft_RK = inputs.forced_RK
+    draft_RK, began_R = inputs.forced_RK, rows.context.length_B
     if plan.source is not None:
-        draft_RK, q_KRV, draft_tail = propose_tokens(
-            plan.source, inputs.draft_params, draft_tail, plan.width, inputs.row_R, rows,
-            inputs.uses_KR, plan.model.config.vocab_size, plan.acceptance,
+        draft_RK, q_KRV, draft_tail, draft_state = propose_tokens(
+            plan.source, inputs.draft_params, draft_tail, draft_state, plan.width, inputs.row_R,
+            rows, inputs.uses_KR, plan.model.config.vocab_size, plan.acceptance,
         )  # fmt: skip
     if draft_RK is not None:
         room_R = jnp.where(rows.retry_B, 0, rows.limit_B - rows.context.length_B - 1)
@@ -145,7 +145,11 @@ def run_round(
         target = write_slots(
             target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
         )
-    return Tails(target, draft_tail, state), rows, Round(drawn, mass, sites)
+    if draft_state:
+        drafted_RT = began_R[:, None] - 2 + at_T
+        known_RT = drafted_RT < rows.context.length_B[:, None] - 2
+        draft_state = commit_state(draft_state, jnp.where(known_RT, drafted_RT, EMPTY))
+    return Tails(target, draft_tail, (state, draft_state)), rows, Round(drawn, mass, sites)
 
 
 def _run_columns(
@@ -171,7 +175,7 @@ def _run_columns(
 
     def run_all(places: Microbatch) -> Any:
         assert isinstance(tails.target, Segment)
-        past = ((*inputs.frozen, tails.target), tails.state)
+        past = ((*inputs.frozen, tails.target), tails.states[0])
         return run_tokens(plan.model, inputs.params, *past, places, None, "logits")[:3]
 
     def widen(x: jax.Array, axis: int = 1) -> jax.Array:
@@ -249,9 +253,9 @@ def run_rounds(
         The new state and mass, the number of rounds, and the tokens of each round and column,
         `[rounds, columns, R]`.
     """
-    whole_rows, whole_state = rows, tails.state
-    rows, state = take_rows((rows, whole_state), inputs.row_R)
-    tails = tails._replace(state=state)
+    whole_rows, whole_states = rows, tails.states
+    rows, states = take_rows((rows, whole_states), inputs.row_R)
+    tails = tails._replace(states=states)
     results = blank_results(plan, rows)
 
     def goes_on(carry: Any) -> jax.Array:
@@ -272,8 +276,8 @@ def run_rounds(
 
     start = (jnp.zeros((), jnp.int32), tails, rows, mass, results)
     done, tails, rows, mass, results = jax.lax.while_loop(goes_on, step, start)
-    rows, state = put_rows((whole_rows, whole_state), inputs.row_R, (rows, tails.state))
-    tails = tails._replace(state=state)
+    rows, states = put_rows((whole_rows, whole_states), inputs.row_R, (rows, tails.states))
+    tails = tails._replace(states=states)
     host = replicate_for_host((rows, done, results), plan.model)
     return tails, host[0], mass, *host[1:]
 

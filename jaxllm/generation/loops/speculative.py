@@ -53,6 +53,7 @@ from jaxllm.generation.loops.rows import (
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler, check_sampler
 from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
+from jaxllm.ops.recurrent import drop
 from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
@@ -158,7 +159,9 @@ def speculative_generate(
     if isinstance(draft, PromptLookup):
         drafting = Draft(draft, width)
     else:
-        drafting = Draft(draft[0], width, draft[1], starts[1].cache)
+        cache = starts[1].cache  # its first round runs the prompts' last tokens again
+        state = tuple(x and drop(x, prompt_B - 1) for x in cache.state)
+        drafting = Draft(draft[0], width, draft[1], cache.replace(state=state))
     # What is drawn must not depend on the clock, nor processes differ.
     exact = acceptance == "text" or sampler.greedy
     pace = DraftPace() if exact and not multihost.is_multiprocess() else None
@@ -200,7 +203,7 @@ def _write_texts(
     """
     parts, finish_B = [], np.asarray(rows.finish_B)
     length_B = np.asarray(rows.context.length_B)
-    drafted_B = np.asarray(rows.context.prompt_B)  # tokens that the draft has run
+    drafted_B = np.asarray(rows.context.prompt_B) - 1  # tokens that the draft has run
     while (running_B := finish_B == Finish.RUNNING).any():
         began, rounds, used = 0.0, plan.rounds, draft
         if pace is not None:
@@ -208,25 +211,24 @@ def _write_texts(
             used = draft if pace.drafts else NO_DRAFT
         if used.width:
             needed_B = length_B - 2
-            known_B = np.minimum(drafted_B, needed_B)
             at = np.flatnonzero(running_B).tolist()
-            lengths = {row: (int(known_B[row]), int(needed_B[row])) for row in at}
+            lengths = {row: (int(drafted_B[row]), int(needed_B[row])) for row in at}
             draft, _ = catch_up(draft, rows.context.token_BL, lengths, int(needed_B.sum()))
             used = draft
         tails, rows, _, done, drawn = ROUNDS(
             plan._replace(source=used.source, width=used.width),
             LoopInputs(params, used.params),
-            Tails(cache.tail, used.tail, cache.state),
+            Tails(cache.tail, used.tail, (cache.state, used.state)),
             rows,
             np.int32(rounds),
             np.int32(1),
         )
-        cache = cache.replace(tail=tails.target, state=tails.state)
+        cache = cache.replace(tail=tails.target, state=tails.states[0])
         drawn = jax.tree.map(lambda x, done=int(done): x[:done], to_host(drawn))
         parts.append(drawn)
         length_B, finish_B = np.asarray(rows.context.length_B), np.asarray(rows.finish_B)
         if used.width:
-            draft, drafted_B = draft.with_tail(tails.draft), length_B - 2
+            draft, drafted_B = draft.with_written(tails.draft, tails.states[1]), length_B - 2
         if pace is not None:
             ran, written = len(drawn.token_B), int((drawn.token_B >= 0).sum())
             passes = max(int(drawn.valid_B[:, 0].sum()), 1)
