@@ -24,7 +24,7 @@ from jaxllm.cache import (
 from jaxllm.cache.files import load_cache, save_cache
 from jaxllm.cache.state_rewind import rewind_limit
 from jaxllm.cache.tree import init_tree
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.draft import PromptLookup
@@ -307,5 +307,3 @@ def test_operations_that_a_state_cannot_follow_are_refused(lm: Any) -> None:
         jaxllm.forward(*lm, long, tokens(1, CHUNK + 1), parents=[list(range(-1, CHUNK))])
     with pytest.raises(TokenError, match="does not follow the text, expected 9"):
         jaxllm.forward(*lm, cache, tokens(1, 2), positions_BT=[[11, 12]])
-    with pytest.raises(ConfigError, match="draft"):
-        jaxllm.speculative_generate(*lm, tokens(1, 4), draft=lm, max_new_tokens=4)
