@@ -257,7 +257,7 @@ def propose_tokens(
     (tail, *_), (rest, rows_K) = jax.lax.scan(draft_next, carry, length=width - 1)
     token_KR, q_KRV = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
     pairs = zip(pending, rows_K, strict=True)
-    ran = tuple(x and x.replace(rows=map_rows(join, x.rows, rest)) for x, rest in pairs)
+    ran = tuple(x and x.replace(rows=map_rows(join, x.rows, later_K)) for x, later_K in pairs)
     return token_KR.T, q_KRV, tail, ran
 
 

@@ -145,7 +145,7 @@ def run_round(
         target = write_slots(
             target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
         )
-    if draft_state:
+    if draft_state:  # the next round runs the last two tokens
         drafted_RT = began_R[:, None] - 2 + at_T
         known_RT = drafted_RT < rows.context.length_B[:, None] - 2
         draft_state = commit_state(draft_state, jnp.where(known_RT, drafted_RT, EMPTY))

@@ -160,7 +160,7 @@ def speculative_generate(
         drafting = Draft(draft, width)
     else:
         cache = starts[1].cache  # its first round runs the prompts' last tokens again
-        state = tuple(x and drop(x, prompt_B - 1) for x in cache.state)
+        state = tuple(x and drop(x, rows.context.prompt_B - 1) for x in cache.state)
         drafting = Draft(draft[0], width, draft[1], cache.replace(state=state))
     # What is drawn must not depend on the clock, nor processes differ.
     exact = acceptance == "text" or sampler.greedy
