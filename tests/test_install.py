@@ -100,7 +100,7 @@ def test_wheel_without_compiler_works_and_is_reported(
             (bin / name).symlink_to(where)
     built, build_log = wheel(sources, tmp_path / "wheels", PATH=str(bin), CC="", CXX="")
     assert "No C++ compiler was found" in build_log
-    assert not [name for name in built.namelist() if name.endswith(".so") or "csrc" in name]
+    assert not [name for name in built.namelist() if name.endswith(".so") or "native/csrc" in name]
     built.extractall(tmp_path / "packages")
     assert generates_story(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))
@@ -108,7 +108,7 @@ def test_wheel_without_compiler_works_and_is_reported(
 
 
 def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_path: Path) -> None:
-    """The wheel has kernels and package, no C++ sources, and generates transformers' text."""
+    """The wheel has kernels, sources of those for a GPU alone, and generates transformers' text."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler found")
     built, _ = wheel(sources, tmp_path / "wheels")
@@ -118,7 +118,10 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
     page = {f"jaxllm/server/page/{name}" for name in ("index.html", "page.js", "page.css")}
     assert {"jaxllm/convert/hf.py", "jaxllm/__init__.pyi", *page} <= {*names}
-    assert not [name for name in names if "csrc" in name]
+    sources_of_gpu = [name for name in names if "csrc" in name]
+    assert "jaxllm/ops/cuda/csrc/kernel.cu" in sources_of_gpu  # compiled at first use
+    assert {Path(name).parent.as_posix() for name in sources_of_gpu} == {"jaxllm/ops/cuda/csrc"}
+    assert not [name for name in names if ".clang-format" in name]
     built.extractall(tmp_path / "packages")
     assert generates_story(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))

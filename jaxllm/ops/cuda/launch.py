@@ -141,7 +141,7 @@ def kernel_source(
         launch: Cluster, tiles and stages.
         prologue: `Plain` or `RmsNorm` (csrc/prologues.h).
         epilogue: `Float32`, `Rounded`, `Residual` or `Gated<...>` (csrc/epilogues.h).
-        is_early: Whether weights are read before the kernel before has ended, which must not
+        is_early: Whether weights are read before the kernels before have ended, none of which may
             have written them.
     """
     macros = {

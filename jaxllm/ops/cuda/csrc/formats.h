@@ -54,6 +54,7 @@ struct BFloat16 : Row<16, 8, 0> {
 
 constexpr float INTEGER_SCALE = 64;
 constexpr uint32_t TIMES_2_127 = 0x7F007F00, TIMES_2_123 = 0x7D007D00;  // pairs
+constexpr uint32_t MINUS_8 = 0xBE00BE00, MINUS_128 = 0xC000C000;        // pairs, / 64
 
 template <int GROUP_SIZE, class ScaleType = Float>
 struct Int8 : Row<8, 128, GROUP_SIZE> {
@@ -65,7 +66,6 @@ struct Int8 : Row<8, 128, GROUP_SIZE> {
                  select_bytes(x.z, x.w, 0x5410), select_bytes(x.z, x.w, 0x7632)};
   }
   static DEVICE void unpack(uint32_t word, uint32_t, uint32_t* pairs) {
-    constexpr uint32_t MINUS_128 = 0xC000C000u;  // / 64
     const uint32_t plus_128 = word ^ 0x80808080u;
     pairs[0] = multiply_add_pairs(plus_128 & 0x00FF00FFu, TIMES_2_127, MINUS_128);
     pairs[1] = multiply_add_pairs((plus_128 >> 8) & 0x00FF00FFu, TIMES_2_127, MINUS_128);
@@ -84,7 +84,7 @@ struct Int4 : Row<4, 128, GROUP_SIZE> {
     return uint4{select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632),
                  select_bytes(x.y, x.w, 0x5410), select_bytes(x.y, x.w, 0x7632)};
   }
-  // -zero / 64, twice; without zero points it is that of 8.
+  // -zero / 64, twice; without zero points it is MINUS_8.
   static DEVICE uint32_t subtrahend(uint32_t zero) {
     return multiply_add_pairs(zero * 0x00010001u, TIMES_2_127 | 0x80008000u, 0);
   }

@@ -92,7 +92,7 @@ struct PartSums {
                          uint32_t (&pairs)[PAIRS]) const {
     const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
     const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
-    uint32_t words[WORDS], minus = 0xBE00BE00u;  // -8 / 64
+    uint32_t words[WORDS], minus = MINUS_8;
     if constexpr (WORDS == 4) {
       const uint4 read = *(const uint4*)at;
       words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;

@@ -91,8 +91,8 @@ struct Finisher {
   }
 };
 
-// The whole kernel. EARLY: the weights were not written by the kernel before, so that they can be
-// read before that has ended.
+// The whole kernel. EARLY: no kernel that may still run has written the weights, so that they are
+// read before the wait for it. The next kernel may start at once: it waits in its turn.
 template <class Format, class Prologue, class Epilogue, int C, int TILES, int STAGES, bool EARLY>
 DEVICE void run(const Product& p) {
   using Memory = Layout<Format, Epilogue, C, TILES, STAGES>;
