@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -37,12 +37,14 @@ class Attention(nn.Module):
     layer: int
     out_name: str = "o_proj"
 
+    _project_in: ClassVar[Any] = staticmethod(project)
+
     @nn.compact
     def __call__(
         self, x: jax.Array, context: AttentionContext, site: SiteRecorder
     ) -> AttentionOutput:
         c, p = self.config, self.precision
-        q, k, v, gate = self._split_heads(self._project_in(x))
+        q, k, v, gate = self._split_heads(self._project_in(x, *self._linears()))
         rope = c.layer_rope(self.layer)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
         kind, memory_inputs = c.long_attention(self.layer), None
@@ -78,9 +80,6 @@ class Attention(nn.Module):
             self_extend=rope if rope is not None and rope.is_self_extended else None,
             source=c.kv_source(self.layer),
         )
-
-    def _project_in(self, x: jax.Array) -> Sequence[jax.Array]:
-        return project(x, *self._linears())
 
     def _project_out(self, x: jax.Array, linear: Linear, heads: jax.Array) -> jax.Array:
         """Project the heads' outputs. x: The layer's input."""

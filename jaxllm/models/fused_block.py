@@ -8,7 +8,7 @@ before its root does.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -68,16 +68,20 @@ def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> b
     )
 
 
+def project_normed(x: Normed, *modules: Linear) -> list[jax.Array]:
+    """Apply several `Linear`s to normed rows, as `project` does."""
+    terms = [module.weight_and_bias(x.x.shape[-1]) for module in modules]
+    products = _launch(x.x, [weight for weight, _ in terms], norm=x.norm)
+    return [
+        y if bias is None else y + bias.astype(y.dtype)
+        for y, (_, bias) in zip(products, terms, strict=True)
+    ]
+
+
 class FusedAttention(Attention):
     """`Attention` of normed rows, which adds to the stream."""
 
-    def _project_in(self, x: Any) -> Sequence[jax.Array]:
-        terms = [linear.weight_and_bias(x.x.shape[-1]) for linear in self._linears()]
-        products = _launch(x.x, [weight for weight, _ in terms], norm=x.norm)
-        return [
-            y if bias is None else y + bias.astype(y.dtype)
-            for y, (_, bias) in zip(products, terms, strict=True)
-        ]
+    _project_in: ClassVar[Any] = staticmethod(project_normed)
 
     def _project_out(self, x: Any, linear: Linear, heads: jax.Array) -> jax.Array:
         weight, _ = linear.weight_and_bias(heads.shape[-1])
