@@ -65,6 +65,7 @@ def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> b
         and precision.activations == "bfloat16"
         and not (context.read or context.edits.edits)
         and context.hooks == NO_PARALLEL
+        and bool(context.segments)  # not in training: a launch has no derivative
     )
 
 

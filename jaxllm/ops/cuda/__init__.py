@@ -172,7 +172,7 @@ def launch(
     places = [*fields, *(f"y{i}" for i in range(len(written)))]
     out = [jax.ShapeDtypeStruct((rows, x.arrays[0].shape[0]), dtype) for x in written]
     source = kernel_source(form, plan, prologue, epilogue, is_early=False)
-    call = jax.ffi.ffi_call(TARGET, out)
+    call = jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")
     return list(
         call(
             *fields.values(),
