@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test pytest test-more test-full test-real test-gpu-programs test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo docs test pytest test-more test-full test-real test-gpu-programs test-arm lint format clean fuzz sanitize mutate soak wheel bench-paths bench-memory bench-first bench-gpu bench-gpu-kernels
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -98,6 +98,10 @@ bench-first: $(VENV)/.installed
 # Decoding and prompts on a GPU, with JAX installed for it.
 bench-gpu: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/gpu.py
+
+# The kernels of JAXLLM_GPU_KERNELS=1: checked, timed one by one, and in whole models.
+bench-gpu-kernels: $(VENV)/.installed
+	$(BIN)/python scripts/benchmarks/gpu_kernels.py
 
 # An hour or more; unchanged faults that were killed before are skipped.
 mutate: $(VENV)/.installed-test

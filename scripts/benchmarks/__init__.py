@@ -7,6 +7,7 @@ family_speed: decoding speed of each family compared with llama.cpp, at about a 
 experts: decoding speed of a mixture of experts compared with a dense model of equal active size.
 paths: kernels compared with XLA, by format and batch size; writes the table that selects the path.
 gpu: decoding and prefill speed on a GPU.
+gpu_kernels: kernels for a GPU, checked and timed one by one, and models with and without them.
 long: time and memory by text length, for each kind of attention.
 training: a training step compared with torch and PEFT.
 first_token: the time of each stage until `jaxllm generate` shows its first token.

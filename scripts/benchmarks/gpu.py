@@ -47,6 +47,8 @@ DECODING = {
     "bfloat16": [(1, 0), (1, 8192), (1, 32768), (8, 0), (64, 0), (64, 2048)],
     "": [(1, 0), (8, 0), (64, 0)],
 }
+# With --decode-only, of every format.
+ONLY_DECODING = [(1, 0), (8, 0), (16, 0), (64, 0), (256, 0), (1, 8192), (8, 8192), (1, 32768)]
 PROMPTS = {"bfloat16": [512, 4096, 16384], "": [512]}
 TRAINING = [(4, 1024), (4, 2048)]
 SERVED = (64, 128, 128)  # rows, tokens of a prompt and new ones; of twice as many requests
@@ -131,8 +133,9 @@ def measure_text(lm: Any, fmt: str, options: argparse.Namespace) -> Iterator[Row
     bus, size = measure_copy(), bench.weight_bytes(lm)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(lm.params, is_leaf=_is_weight))
     kind = fmt if fmt in DECODING else ""
-    tests = [Test(decode=NEW, depth=depth, batch=rows) for rows, depth in DECODING[kind]]
-    tests += [Test(prompt=tokens) for tokens in PROMPTS[kind]]
+    decoding = ONLY_DECODING if options.decode_only else DECODING[kind]
+    tests = [Test(decode=NEW, depth=depth, batch=rows) for rows, depth in decoding]
+    tests += [Test(prompt=tokens) for tokens in PROMPTS[kind] if not options.decode_only]
     for test in tests:
         if max(test.prompt, test.depth) > options.longest or test.batch > options.rows:
             continue
@@ -242,7 +245,7 @@ def measure(shape: str, fmt: str, options: argparse.Namespace) -> Iterator[Row]:
     lm = draw_model(shape, fmt, options.layers)
     device = jax.devices()[0]
     parts = [measure_text(lm, fmt, options)]
-    if fmt == "bfloat16" and shape != "7b":
+    if fmt == "bfloat16" and shape != "7b" and not options.decode_only:
         parts += [measure_serving(lm, options), measure_training(lm, options)]
     for rows in parts:
         for row in rows:
@@ -354,6 +357,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="instead of the shape's number of layers")
     parser.add_argument("--minutes", type=float, default=9.0, help="when to end")
     parser.add_argument("--no-peers", action="store_true", help="without transformers")
+    parser.add_argument("--decode-only", action="store_true", help="1 to 256 rows, no prompts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -372,9 +376,10 @@ def main() -> int:
              for fmt in options.formats.split(",")]  # fmt: skip
     peers = not options.no_peers and find_spec("torch") and find_spec("transformers")
     parts[1:1] = [(parts[0][0], "transformers")] if peers else []
-    parts.append((parts[0][0], "starts"))
+    parts += [] if options.decode_only else [(parts[0][0], "starts")]
     sizes = ["--longest", str(options.longest), "--rows", str(options.rows)]
     sizes += ["--layers", str(options.layers)] if options.layers else []
+    sizes += ["--decode-only"] if options.decode_only else []
     for shape, what in parts:
         left = 60 * options.minutes - (time.monotonic() - begin)
         for row in run_part([sys.executable, __file__, "--measure", shape, what, *sizes], left):

@@ -21,6 +21,7 @@ from jaxllm.ops.target import trace_for
 from jaxllm.weights.formats import for_accelerator, parse_format
 from jaxllm.weights.linear import linears
 from jaxllm.weights.precision import Precision
+from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
@@ -163,3 +164,20 @@ def test_kernel_compiles_without_a_gpu() -> None:
     assert code.startswith(b"\x7fELF") and b"jaxllm_product" in code
     with pytest.raises(ConfigError, match="JAXLLM_GPU_KERNELS=0 does without"):
         compiler.compile_kernel("no C++", "sm_90a")
+
+
+@pytest.mark.more
+def test_benchmark_checks_and_times(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows, of what would be run on a GPU; a wrong kernel ends the run."""
+    monkeypatch.setenv(cuda.ENV, "1")
+    monkeypatch.setattr(gpu_kernels, "ROWS", (1, 3))
+    monkeypatch.setattr(gpu_kernels, "FORMATS", ("int8",))
+    monkeypatch.setattr(gpu_kernels, "CACHE_BYTES", 1)
+    rows = list(gpu_kernels.check([(32, 64)]))
+    assert [row.split(" | ")[2] for row in rows] == ["1", "3"]
+    assert all(row.endswith("True |") for row in rows)
+    assert len(list(gpu_kernels.time_products([(32, 64)]))) == 2
+    wrong = lambda x, weight: 1.01 * linears(x, [(weight, None)])[0]  # noqa: E731
+    monkeypatch.setattr(gpu_kernels, "multiply", wrong)
+    with pytest.raises(AssertionError, match="a kernel is wrong"):
+        list(gpu_kernels.check([(32, 64)]))
