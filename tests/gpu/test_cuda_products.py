@@ -179,6 +179,22 @@ def test_gate_and_up_follow_norm(kernels: Kernels, cluster: int, activation: str
     assert _error(y, of * (normed @ up.dense.T)) < 1e-2
 
 
+@pytest.mark.more
+def test_normed_rows_have_bits_of_one_alone(kernels: Kernels) -> None:
+    """The sums of squares have one order too, in blocks alone and in clusters."""
+    columns = 2320  # a part has more than 32 chunks
+    weight = _random_weight(Rows(16), OUTPUTS, columns)
+    x, norm = _random(19, columns), _random(1, columns, seed=3, mean=1.0)
+    ys = []
+    for cluster, tiles, of_rows in ((1, 1, slice(18, 19)), (8, 4, slice(None))):
+        variant = Variant(Rows(16), cluster, tiles, prologue="RmsNorm")
+        ys.append(np.full((len(x[of_rows]), OUTPUTS), np.nan, np.float32))
+        kernels.run(variant, 1, {"y": ys[-1]}, norm=norm, x=x[of_rows], **weight.arrays)
+    np.testing.assert_array_equal(ys[0][0], ys[1][18])
+    exact = _normed(x, norm, 1e-5) @ weight.dense.T
+    assert _error(ys[1], exact) < 6e-3
+
+
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=pytest.mark.more)])
 def test_three_weights_follow_one_norm(kernels: Kernels, cluster: int) -> None:
     """Queries, keys and values of rows whose norm's weight has an offset: one launch, and none of
