@@ -189,7 +189,7 @@ def test_normed_rows_have_bits_of_one_alone(kernels: Kernels) -> None:
     for cluster, tiles, of_rows in ((1, 1, slice(18, 19)), (8, 4, slice(None))):
         variant = Variant(Rows(16), cluster, tiles, prologue="RmsNorm")
         ys.append(np.full((len(x[of_rows]), OUTPUTS), np.nan, np.float32))
-        kernels.run(variant, 1, {"y": ys[-1]}, norm=norm, x=x[of_rows], **weight.arrays)
+        kernels.run(variant, 1, {"y0": ys[-1]}, norm=norm, x=x[of_rows], **weight.fields())
     np.testing.assert_array_equal(ys[0][0], ys[1][18])
     exact = _normed(x, norm, 1e-5) @ weight.dense.T
     assert _error(ys[1], exact) < 6e-3
