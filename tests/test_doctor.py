@@ -207,3 +207,10 @@ def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = doctor._run_stages("devices")
     assert stages == {"devices": {"error": "it did not end within 0.01 seconds"}}
     assert doctor._check_devices(stages["devices"]).status == "error"
+
+
+def test_kernels_for_a_gpu_are_named() -> None:
+    """Whether they are on, or why they are not."""
+    facts = {"backend": "gpu", "devices": ["NVIDIA H100"], "kernels": "the driver is too old"}
+    found = doctor._check_devices(facts | {"memory": "", "cudnn": None})
+    assert "Kernels of its own: the driver is too old" in found.text

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.ops import flash, native
+from jaxllm.ops import cuda, flash, native
 from jaxllm.ops.target import target
 from jaxllm.runtime.device_memory import describe_memory
 from jaxllm.weights.formats import as_format, as_weight, to_dense
@@ -73,6 +73,7 @@ def _describe_devices() -> dict[str, Any]:
         "devices": [device.device_kind for device in jax.devices()],
         "memory": describe_memory(),
         "cudnn": flash.find_problem() if target() == "cuda" else None,
+        "kernels": (cuda.find_problem() or "on") if target() == "cuda" else None,
     }
 
 
