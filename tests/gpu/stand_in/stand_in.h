@@ -29,7 +29,7 @@ struct float4 {
 #define DEVICE inline
 #define KERNEL(threads, blocks) static void
 #define JAXLLM_UNROLL
-#define JAXLLM_UNROLL_2
+#define JAXLLM_UNROLL_BY(count)
 
 namespace jaxllm {
 namespace stand_in {

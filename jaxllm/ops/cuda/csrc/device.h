@@ -17,7 +17,8 @@ using uint32_t = unsigned int;
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define JAXLLM_UNROLL _Pragma("unroll")
-#define JAXLLM_UNROLL_2 _Pragma("unroll 2")
+#define JAXLLM_PRAGMA(text) _Pragma(#text)
+#define JAXLLM_UNROLL_BY(count) JAXLLM_PRAGMA(unroll count)
 
 namespace jaxllm {
 

@@ -12,6 +12,7 @@ struct PartSums {
   // Chains of additions that take turns: spans for one tile of x, tiles for more.
   static constexpr int SPAN_TURN = Format::GROUP && TILES == 1 && SPANS > 1 ? 2 : 1;
   static constexpr int TILE_TURN = TILES < 4 ? TILES : 4;
+  static constexpr int UNROLLED = TILES == 2 && Format::HAS_ZERO ? 1 : 2;  // as registers allow
 
   const Place<Format, C>& place;
   int g, c;                       // of the lane in the tile's mma
@@ -40,7 +41,7 @@ struct PartSums {
   }
   // Add a stage's unit, 0 or 1.
   DEVICE void add_unit(const unsigned char* bytes, int stage, int unit) {
-    JAXLLM_UNROLL_2  // more would take too many registers
+    JAXLLM_UNROLL_BY(UNROLLED)
     for (int span = 0; span < SPANS; span += SPAN_TURN) {
       uint32_t a[SPAN_TURN][PAIRS / 2][4];
       float scale[SPAN_TURN][2];
