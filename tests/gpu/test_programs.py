@@ -2,7 +2,11 @@
 wheels of `jaxllm[gpu-check]` and a description of the card are (`make test-gpu-programs`).
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ import jaxllm
 from jaxllm.evaluate import bench
 from jaxllm.models.compiled_steps import PREFILL
 from jaxllm.models.sites import NO_EDITS
+from jaxllm.ops import cuda
 from jaxllm.ops.target import trace_for
 from scripts.tools import gpu_programs as gpu
 from tests.tiny_models import random_model
@@ -79,6 +84,40 @@ def test_integer_weights_are_not_written_out(card: None, fmt: str, rows: int) ->
     written = [x for x in made.step if x.nbytes >= 2048 * 2048 * 2 and "256,4,64" not in x.form]
     activations = rows * 32000 * 4
     assert [x.form for x in written if x.nbytes > activations] == []
+
+
+@compiles
+@pytest.mark.parametrize(("fmt", "rows"), [("bfloat16", 1), ("int8", 8), ("int4-g64-f16", 8)])
+def test_step_with_kernels_has_fewer_launches(
+    card: None, monkeypatch: pytest.MonkeyPatch, fmt: str, rows: int
+) -> None:
+    """Two layers and the head are nine launches, and at most 27 other kernels; of 42 to 56
+    without. No cache is copied.
+    """
+    monkeypatch.setenv(cuda.ENV, "1")
+    made = gpu.decode(rows, 256, fmt=fmt)
+    assert made.count(cuda.TARGET) == 9 and len(made.step) <= 36
+    one_layer = rows * 256 * 4 * 64 * 2
+    copies = [x for x in made.step if x.kind in ("copy", "transpose") and x.nbytes >= one_layer]
+    assert copies == [] and made.temporary < 10e6
+
+
+@compiles
+def test_launches_are_captured(tmp_path: Path) -> None:
+    """All launches of a step are in the graph that the loop's body is."""
+    code = """if True:
+        from jaxllm.ops.target import trace_for
+        from scripts.tools import gpu_programs
+        with trace_for("cuda"):
+            gpu_programs.decode(1, 256)
+    """
+    flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", cuda.ENV: "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | flags)
+    [file] = tmp_path.glob("*decode_given.thunk_sequence_after_thunk_passes.txt")
+    text = file.read_text(encoding="utf-8")
+    body = text[text.index("body:") :]
+    before, _, graph = body.partition("kCommandBuffer")
+    assert "kCustomCall" not in before and graph.count("kCustomCall ") == 9
 
 
 @compiles
