@@ -123,11 +123,11 @@ class Decoder(Model, nn.Module):
         return Trace(embeddings, layers, norm, logits, site.recorded)
 
     def _block_class(self, layer: int, x: jax.Array, context: AttentionContext) -> Any:
-        if self.block is not Block or self.is_initializing():
+        """Return the class of a layer. A runner has the layers' parameters in its own form."""
+        if self.block is not Block or self.runner is not None or self.is_initializing():
             return self.block
         params = self.variables["params"][f"{self.layers}.{layer}"]
-        fused = can_fuse(self.config, self.precision, params, x, context)
-        return FusedBlock if fused else Block
+        return FusedBlock if can_fuse(self.config, self.precision, params, x, context) else Block
 
     def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
         """Return the learned embeddings of positions, `[B, T, D]`; None: there are none."""

@@ -110,9 +110,8 @@ def _make_product(digits: int) -> Callable[..., Products]:
 
 def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """Choose how a CPU or a GPU multiplies these."""
-    if digits == 3 and cuda.find_problem() is None:
-        if cuda.takes(x_RI, as_weight(weight).cuda_matrix()):
-            return _multiply_on_gpu
+    if digits == 3 and cuda.takes(x_RI, as_weight(weight).cuda_matrix()):
+        return _multiply_on_gpu
     rows, matrix = x_RI.shape[0], as_weight(weight).native_matrix()
     if not native.is_enabled() or is_accelerator() or matrix is None:
         return _PLAIN[digits]
