@@ -48,7 +48,7 @@ def test_layers_of_one_kind_share_trace(
     count = []
     module = importlib.import_module(type(model).block.__module__)
     attend = layers.attend
-    for place in {module, importlib.import_module("jaxllm.models.decoder")}:
+    for place in {module, importlib.import_module("jaxllm.models.decoder_block")}:
         monkeypatch.setattr(place, "attend", lambda *a, **k: count.append(1) or attend(*a, **k))
 
     def run() -> tuple[int, list[bytes]]:
