@@ -90,7 +90,7 @@ def test_gpu_times_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PROMPTS", {"bfloat16": [8, 99]})
     monkeypatch.setattr(gpu, "TRAINING", [(2, 16)])
     monkeypatch.setattr(gpu, "SERVED", (2, 4, 3))
-    options = argparse.Namespace(longest=16, rows=2, layers=1)
+    options = argparse.Namespace(longest=16, rows=2, layers=1, decode_only=False)
     rows = list(gpu.measure("tiny", "bfloat16", options))
     names = ["tg2", "tg2 @ d8 x 2", "pp8", "serve, 2 rows, 4 + 3", "lora step, 2 x 16"]
     assert [row["test"] for row in rows] == [*names, "full step, 2 x 16"]

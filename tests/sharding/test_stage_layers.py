@@ -29,7 +29,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def gemma3() -> Any:
     """Return a model with two windows and two rotary settings, three layers on two stages."""
-    model, params = of_layers("gemma3_text", 3)
+    model, params = of_layers("gemma3_text", 3, sliding_window_pattern=3)
     return model, params, *shard_model(model, params, "stage=2")
 
 
