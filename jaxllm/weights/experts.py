@@ -44,8 +44,9 @@ def expert_linears(
         biases: `[E, O]` of each stack, of which `bias[expert[a]]` is added; None for none.
     """
     products = _multiply(x_AI, stacks, expert_A, int8_inputs)
-    for i, bias_EO in enumerate(biases):
-        if bias_EO is not None:
+    for i, bias in enumerate(biases):
+        if bias is not None:
+            bias_EO = as_weight(bias).to_dense()  # gathered, if it is sharded over data
             row_A = jnp.where(expert_A < 0, len(bias_EO), expert_A)  # -1 would be the last
             products[i] += bias_EO.at[row_A].get(mode="fill", fill_value=0).astype(jnp.float32)
     return products
