@@ -213,4 +213,4 @@ def test_kernels_for_a_gpu_are_named() -> None:
     """Whether they are on, or why they are not."""
     facts = {"backend": "gpu", "devices": ["NVIDIA H100"], "kernels": "the driver is too old"}
     found = doctor._check_devices(facts | {"memory": "", "cudnn": None})
-    assert "Kernels of its own: the driver is too old" in found.text
+    assert "CUDA kernels: the driver is too old" in found.text

@@ -169,7 +169,7 @@ def _check_devices(facts: dict[str, Any]) -> Finding:
     count = len(facts["devices"])
     text = f"{facts['backend']}: {count} device{'s' * (count != 1)} ({facts['devices'][0]})"
     text += f". {facts['memory']}" if facts.get("memory") else ""
-    text += f". Kernels of its own: {facts['kernels']}" if facts.get("kernels") else ""
+    text += f". CUDA kernels: {facts['kernels']}" if facts.get("kernels") else ""
     gpus = glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/kfd")
     if gpus and facts["backend"] == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         remedy = f"install JAX for it: {_INSTALL} 'jaxllm[cuda]', or set JAX_PLATFORMS=cpu"

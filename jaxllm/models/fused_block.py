@@ -1,4 +1,4 @@
-"""Decoder layers whose kernels for a GPU do what is between products, in steps of few rows.
+"""Decoder layers for steps of few rows on a GPU: a kernel runs more than its product.
 
 A layer is four launches and attention: queries, keys and values of normed rows; the output
 projection, added to the stream; the gated channels of normed rows; and their projection, added too.

@@ -127,7 +127,7 @@ def _time(x: Any, weights: Sequence[Any]) -> float:
 
 
 def sanitize() -> Iterator[str]:
-    """Yield what compute-sanitizer says of small products."""
+    """Run small checks under compute-sanitizer; yield the last line of each run."""
     if (tool := shutil.which("compute-sanitizer")) is None:
         yield "compute-sanitizer was not found"
         return

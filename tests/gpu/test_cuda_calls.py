@@ -1,5 +1,5 @@
-"""Whole programs whose products are CUDA kernels, run on a CPU: XLA calls the handler that calls
-them on a GPU, and what stands in for the driver runs their sources.
+"""Programs with CUDA kernels, run on a CPU: XLA calls the same handler as on a GPU, and a stand-in
+for the driver runs the kernels' sources.
 """
 
 import ctypes
@@ -69,8 +69,8 @@ def launches(
     monkeypatch.setattr(cuda, "prepare_launch", prepare_launch)
     jax.clear_caches()
     yield done
-    assert mistakes == []
     jax.clear_caches()
+    assert mistakes == []
 
 
 def _weight(fmt: str, rows: int, columns: int) -> Any:
@@ -83,7 +83,7 @@ def _weight(fmt: str, rows: int, columns: int) -> Any:
     ["int4-g64-zp-f16", *(pytest.param(x, marks=pytest.mark.more) for x in ("bfloat16", "int8"))],
 )
 def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
-    """One launch for the weights whose rows are whole tiles; the others are plain products."""
+    """Weights of whole tiles share a launch; XLA multiplies by the others."""
     weights = [_weight(fmt, rows, 200) for rows in (64, 32, 20)]
     x_RI = jax.random.normal(jax.random.key(0), (3, 200), jnp.bfloat16)
     products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
