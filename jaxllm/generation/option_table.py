@@ -55,7 +55,8 @@ class Option(NamedTuple):
         default: The neutral or usual value; a tuple if the option takes several values.
         expected: The valid values in words, if they are no number.
         ge, gt, le, lt: Bounds of a number, as in msgspec.
-        note: The meaning of special numbers: "0 is off".
+        off: The number that changes nothing.
+        note: The meaning of other special numbers.
         whole: Whether the number is an integer.
         per_row: Whether a list with one value for each prompt is accepted.
         from_file: Whether generation_config.json may set it.
@@ -73,6 +74,7 @@ class Option(NamedTuple):
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    off: float | None = None
     note: str = ""
     whole: bool = False
     per_row: bool = False
@@ -85,6 +87,11 @@ class Option(NamedTuple):
     effect: str = ""
 
     @property
+    def remark(self) -> str:
+        """What special numbers mean."""
+        return self.note or ("" if self.off is None else f"{self.off} is off")
+
+    @property
     def meaning(self) -> str:
         """The valid values in words."""
         low = "" if self.ge is None else f" from {self.ge}"
@@ -93,7 +100,7 @@ class Option(NamedTuple):
         high += "" if self.lt is None else f" to below {self.lt}"
         high = high or " up" * (self.ge is not None)
         kind = "whole " * self.whole or "finite " * (not low)
-        words = [self.expected or f"a {kind}number{low}{high}", self.note]
+        words = [self.expected or f"a {kind}number{low}{high}", self.remark]
         return ", ".join([*filter(None, words), *["or one for each prompt"] * self.per_row])
 
 
@@ -217,37 +224,39 @@ class GenerateOptions(TypedDict, total=False):
     sequence_bias: Annotated[
         Biases, _list(None, "a table from sequences of ids to finite biases, or one per prompt")
     ]
-    repetition_penalty: Annotated[Numbers, _sampling(gt=0, note="1 is off")]
-    presence_penalty: Annotated[Numbers, _sampling(0, note="0 is off", served=(-10, 10))]
-    frequency_penalty: Annotated[Numbers, _sampling(0, note="0 is off", served=(-10, 10))]
-    dry_multiplier: Annotated[Numbers, _sampling(0, ge=0, note="0 is off")]
+    repetition_penalty: Annotated[Numbers, _sampling(gt=0, off=1)]
+    presence_penalty: Annotated[Numbers, _sampling(0, off=0, served=(-10, 10))]
+    frequency_penalty: Annotated[Numbers, _sampling(0, off=0, served=(-10, 10))]
+    dry_multiplier: Annotated[Numbers, _sampling(0, ge=0, off=0)]
     dry_base: Annotated[Numbers, _sampling(1.75, ge=1)]
     dry_allowed_length: Annotated[Numbers, _sampling(2, ge=1, whole=True)]
     dry_penalty_last_n: Annotated[
         Numbers, _sampling(-1, ge=-1, whole=True, note="-1 is all, 0 is off")
     ]
     dry_sequence_breakers: Annotated[Lists, _list((), _TOKENS)]
-    no_repeat_ngram_size: Annotated[Numbers, _sampling(ge=0, whole=True, note="0 is off")]
+    no_repeat_ngram_size: Annotated[Numbers, _sampling(ge=0, whole=True, off=0)]
     bad_words_ids: Annotated[
         Lists, _list(None, "a list of lists of token ids, or one such list per prompt")
     ]
     suppress_tokens: Annotated[Lists, _list(None, _TOKENS)]
     begin_suppress_tokens: Annotated[Lists, _list(None, _TOKENS)]
-    min_length: Annotated[Numbers, _sampling(0, ge=0, whole=True, note="0 is off")]
-    min_new_tokens: Annotated[Numbers, _sampling(0, ge=0, whole=True, note="0 is off")]
-    forced_bos_token_id: Annotated[Ids, _sampling(-1, ge=-1, whole=True, note="-1 is off")]
+    min_length: Annotated[Numbers, _sampling(0, ge=0, whole=True, off=0)]
+    min_new_tokens: Annotated[Numbers, _sampling(0, ge=0, whole=True, off=0)]
+    forced_bos_token_id: Annotated[Ids, _sampling(-1, ge=-1, whole=True, off=-1)]
     forced_eos_token_id: Annotated[Ids, _list(None, f"a token id, {_TOKENS}")]
-    temperature: Annotated[Numbers, _sampling(1.0, ge=0, note="0 is greedy", served=(0, 100))]
-    top_n_sigma: Annotated[Numbers, _sampling(ge=0, note="0 is off")]
-    top_k: Annotated[Numbers, _sampling(0, ge=0, whole=True, note="0 is off")]
-    top_p: Annotated[Numbers, _sampling(1.0, ge=0, le=1, note="1 is off", served=(0, 1))]
-    min_p: Annotated[Numbers, _sampling(ge=0, le=1, note="0 is off")]
-    typical_p: Annotated[Numbers, _sampling(gt=0, le=1, note="1 is off")]
-    epsilon_cutoff: Annotated[Numbers, _sampling(ge=0, lt=1, note="0 is off")]
-    eta_cutoff: Annotated[Numbers, _sampling(ge=0, lt=1, note="0 is off")]
-    xtc_probability: Annotated[Numbers, _sampling(0, ge=0, le=1, note="0 is off")]
+    temperature: Annotated[
+        Numbers, _sampling(1.0, ge=0, off=1, note="0 is greedy", served=(0, 100))
+    ]
+    top_n_sigma: Annotated[Numbers, _sampling(ge=0, off=0)]
+    top_k: Annotated[Numbers, _sampling(0, ge=0, whole=True, off=0)]
+    top_p: Annotated[Numbers, _sampling(1.0, ge=0, le=1, off=1, served=(0, 1))]
+    min_p: Annotated[Numbers, _sampling(ge=0, le=1, off=0)]
+    typical_p: Annotated[Numbers, _sampling(gt=0, le=1, off=1)]
+    epsilon_cutoff: Annotated[Numbers, _sampling(ge=0, lt=1, off=0)]
+    eta_cutoff: Annotated[Numbers, _sampling(ge=0, lt=1, off=0)]
+    xtc_probability: Annotated[Numbers, _sampling(0, ge=0, le=1, off=0)]
     xtc_threshold: Annotated[Numbers, _sampling(0.1, ge=0, le=1)]
-    mirostat_tau: Annotated[Numbers, _sampling(0, ge=0, note="0 is off")]
+    mirostat_tau: Annotated[Numbers, _sampling(0, ge=0, off=0)]
     mirostat_eta: Annotated[Numbers, _sampling(0.1, ge=0)]
     regex: Annotated[str | None, _structure(None, "a regular expression")]
     choice: Annotated[
@@ -284,14 +293,14 @@ class GenerateOptions(TypedDict, total=False):
     ]
     max_matching_ngram_size: Annotated[int | None, _count(3)]
     penalty_alpha: Annotated[float | None, Option(ge=0, le=1, selects_decoder=True)]
-    guidance_scale: Annotated[float | None, Option(1.0, note="1 is off", selects_decoder=True)]
+    guidance_scale: Annotated[float | None, Option(1.0, off=1, selects_decoder=True)]
     negative_prompt: Annotated[
         "str | Sequence[int] | np.ndarray | None",
         Option(None, "a text or token ids", from_file=False),
     ]
     top_logprobs: Annotated[
         int | None,
-        _object(0, ge=0, note="0 is off", whole=True, decoders="plain"),
+        _object(0, ge=0, off=0, whole=True, decoders="plain"),
     ]
     overflow: Annotated[
         "OverflowName | OverflowPolicy | None",

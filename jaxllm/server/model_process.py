@@ -44,7 +44,7 @@ Frame = dict[str, Any]
 PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
 IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
-MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
+MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB
 _USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
 _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
 

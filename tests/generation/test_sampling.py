@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import jaxllm
 from jaxllm.errors import NonFiniteError
-from jaxllm.generation.sampling.options import PROCESSORS, make_sampler
+from jaxllm.generation.sampling.options import PROCESSORS, make_sampler, neutral_processors
 from jaxllm.generation.sampling.sampler import (
     GREEDY,
     Context,
@@ -346,3 +346,17 @@ def test_sample_refuses_nonfinite_rows() -> None:
                 jaxllm.sample(key, jnp.array([good_V, bad_V]), sampler)
             jitted = jax.jit(jaxllm.sample)(key, jnp.array([good_V, bad_V]), sampler)
             assert jitted.shape == (2,)  # jitted code cannot raise
+
+
+def test_neutral_processors_change_no_bit() -> None:
+    """Together they are one of each, and leave scores alone, those of removed tokens too."""
+    before, after = neutral_processors()
+    chain = (*before, *after)
+    assert [type(p) for p in chain] == list(dict.fromkeys(PROCESSORS.values()))
+    scores_BV = np.array(logits(3, 131))
+    scores_BV[:, 7], scores_BV[:, 9] = -np.inf, -0.0
+    text_BL = jnp.array([[5, 5, 3, 5, 3, 5, 2, -1]] * 3, jnp.int32)
+    number_B = jnp.full(3, 7)
+    context = Context(text_BL, number_B // 2, number_B, jax.random.split(jax.random.key(0), 3))
+    found = PROCESS(scores_BV, Sampler(chain), context)
+    np.testing.assert_array_equal(found, scores_BV)

@@ -31,6 +31,18 @@ class RisingTemperature(Processor):
         return self.replace(drawn=self.drawn + 0.25)
 
 
+# All options, in samplers that have several and leave the others out.
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.05, "logit_bias": {5: 4, 7: -3}},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4, "top_k": 30, "typical_p": 0.8,
+     "suppress_tokens": [1, 2, 3]},
+    {"dry_multiplier": 0.9, "dry_sequence_breakers": [4], "xtc_probability": 0.5,
+     "xtc_threshold": 0.02, "top_n_sigma": 1.5, "no_repeat_ngram_size": 2},
+    {"mirostat_tau": 2.0, "sequence_bias": {(3, 9): 2.0}, "bad_words_ids": [[8], [6, 2]],
+     "begin_suppress_tokens": [11], "min_new_tokens": 4, "forced_eos_token_id": 17},
+    {"epsilon_cutoff": 0.004, "eta_cutoff": 0.003, "top_p": 0.9, "forced_bos_token_id": 3,
+     "min_length": 9},
+]  # fmt: skip
 SHAPE: Any = {"rows": 3, "capacity": 48, "chunk": 8}
 SAMPLERS = [
     jaxllm.GREEDY,
@@ -243,6 +255,41 @@ def test_serve_refuses_invalid_sizes(lm: Any) -> None:
     for wrong in ({"rows": 0}, {"capacity": 0}, {"chunk": 0}, {"burst": 0}):
         with pytest.raises(CapacityError):
             next(serve(*lm, [make_request(0)], **{**SHAPE, **wrong}))
+
+
+def mixed_request(i: int, **changes: Any) -> Request:
+    """Return a request with the i-th of `OPTIONS`; every third one is greedy."""
+    options = OPTIONS[i % len(OPTIONS)]
+    sampler = make_sampler(**options, eos_token_ids=(13,), max_new_tokens=8)
+    sampler = sampler.replace(greedy=i % 3 == 2)
+    return make_request(i, max_new_tokens=8, sampler=sampler, eos_token_ids=(13,), **changes)
+
+
+def test_rows_with_different_options_equal_generate(lm: Any) -> None:
+    """A processor acts on the rows that have it, and a greedy row stays one beside them."""
+    requests = [mixed_request(i) for i in range(len(OPTIONS))]
+    found = events_by_id(serve(*lm, requests, **SHAPE))
+    for request in requests:
+        check_equals_generate(lm, request, found[request.id])
+
+
+@pytest.mark.parametrize("burst", [1, 16])
+def test_options_compile_nothing(compiled: list[str], burst: int) -> None:
+    """Whatever options and numbers of likeliest tokens the requests have, one program serves."""
+    lm = random_model("llama")
+
+    def served(first: int, count: int) -> int:
+        each = [
+            mixed_request(i, prompt=tokens(1, 9, seed=i)[0], top_logprobs=i % 4)
+            for i in range(first, first + count)
+        ]
+        return len(list(serve(*lm, each, **SHAPE, burst=burst)))
+
+    plain = [make_request(i, prompt=tokens(1, 9)[0], sampler=jaxllm.GREEDY) for i in range(3)]
+    list(serve(*lm, plain, **SHAPE, burst=burst))
+    before = len(compiled)
+    assert served(0, 7) > 20
+    assert compiled[before:] == []
 
 
 def test_serve_does_not_recompile_for_new_requests(compiled: list[str]) -> None:

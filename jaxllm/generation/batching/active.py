@@ -18,15 +18,13 @@ from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, put_ro
 from jaxllm.generation.loops.microbatch import TokenRun, bucket_rows, row_adapters
 from jaxllm.generation.loops.rounds import LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
-from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
-from jaxllm.generation.sampling.stacked import StackedSampler
+from jaxllm.generation.sampling.sampler import Context, row_keys
+from jaxllm.generation.sampling.stacked import RowSampler
 from jaxllm.models.site_inputs import stack_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import pad_rows
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
-
-_TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
 
 
 class Sampled(NamedTuple):
@@ -132,7 +130,6 @@ class ActiveRequest:
         if drawn is not None and drawn.finish == Finish.NON_FINITE:
             drawn = None
         token, logprob, top = (drawn.token, drawn.logprob, drawn.top) if drawn else (None, None, [])
-        count = self.request.top_logprobs
         return Event(
             self.request.id,
             token,
@@ -140,7 +137,7 @@ class ActiveRequest:
             finish,
             None,
             step,
-            top_logprobs=top[:count] if count and drawn else None,
+            top_logprobs=top or None,
             cached_tokens=self.prefix.num_run,
             sites=drawn.sites if drawn else {},
             draft_stats=self.draft_stats,
@@ -167,21 +164,26 @@ class ServeState(NamedTuple):
             uses_KR[self.kinds.index(self.active[row].kind), r] = True
         return uses_KR
 
-    def top_width(self, model: Model) -> int:
-        """Return how many likeliest tokens to compute: the least width that all requests fit."""
-        needed = max(active.request.top_logprobs for active in self.active.values())
-        return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
+    @property
+    def wants_top(self) -> np.bool_:
+        """Whether a request wants the likeliest tokens."""
+        return np.bool_(any(one.request.top_logprobs for one in self.active.values()))
 
 
-def read_sampled(drawn: Drawn, at: Any, stats: Any = None) -> Sampled:
+def top_width(model: Model) -> int:
+    """Return how many likeliest tokens a program returns, if it finds any."""
+    return min(MAX_TOP_LOGPROBS, model.config.vocab_size)
+
+
+def read_sampled(drawn: Drawn, at: Any, count: int, stats: Any = None) -> Sampled:
     """Return a row's token from host arrays. at: its row, or its round, column and row.
 
-    stats: of this column, if it is one of a round.
+    count: of likeliest tokens. stats: of this column, if it is one of a round.
     """
     top = []
-    if drawn.top_token_BN is not None:
-        pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
-        top = list(zip(*pair, strict=True))
+    if count:
+        pair = (drawn.top_token_BN[at][:count], drawn.top_logprob_BN[at][:count])
+        top = list(zip(*(x.tolist() for x in pair), strict=True))
     stats = None if stats is None else DraftStats(*stats.tolist())
     token, logprob = drawn.token_B[at].item(), drawn.logprob_B[at].item()
     return Sampled(token, logprob, Finish(drawn.finish_B[at].item()), top, stats)
@@ -201,7 +203,7 @@ def empty_rows(rows: int, capacity: int) -> RowState:
 
 
 def fill_request(
-    state: ServeState, row: int, active: ActiveRequest, sampler: Sampler
+    state: ServeState, row: int, active: ActiveRequest, sampler: RowSampler
 ) -> ServeState:
     """Return the state in which a free row has this request and an empty cache."""
     eos_E, rows = pad_eos_ids(active.request.eos_token_ids), state.rows
@@ -249,27 +251,33 @@ def fill_row(
     position_BS: jax.Array,
     states: Any,
     rows: RowState,
-    stacked: StackedSampler,
+    stacked: RowSampler,
     row: jax.Array,
     filled: RowState,
-    sampler: Sampler,
-) -> tuple[jax.Array, Any, RowState, StackedSampler]:
+    sampler: RowSampler,
+) -> tuple[jax.Array, Any, RowState, RowSampler]:
     """Clear a row of the caches and give it a new text and sampler."""
     states = jax.tree.map(lambda x: x.at[row].set(0), states)
     rows, stacked = jax.tree.map(
-        lambda old, new: old.at[row].set(new), (rows, stacked), (filled, StackedSampler(sampler))
+        lambda old, new: old.at[row].set(new), (rows, stacked), (filled, sampler)
     )
     return position_BS.at[row].set(EMPTY), states, rows, stacked
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
 def draw_rows(
-    rows: RowState, uses_KR: jax.Array, out_R1V: jax.Array, row_R: jax.Array | None, top: int
+    rows: RowState,
+    uses_KR: jax.Array,
+    out_R1V: jax.Array,
+    row_R: jax.Array | None,
+    top: int,
+    wants_top: jax.Array,
 ) -> tuple[RowState, Drawn]:
     """Draw from a microbatch's logits `[R, 1, V]`, for rows `row_R`."""
     some, logits_RV = take_rows(rows, row_R), out_R1V[:, 0]
     finite_R = jnp.isfinite(logits_RV).all(axis=1)
-    some, drawn, _ = draw(some, uses_KR, live_rows(some, uses_KR), logits_RV, finite_R, top=top)
+    live_R = live_rows(some, uses_KR)
+    some, drawn, _ = draw(some, uses_KR, live_R, logits_RV, finite_R, top=top, wants_top=wants_top)
     return put_rows(rows, row_R, some), drawn
 
 
@@ -285,10 +293,10 @@ def round_arguments(
         row_R[: len(active)] = list(active)
     places = {row: row if row_R is None else r for r, row in enumerate(active)}
     adapters = {places[row]: one.request.adapter for row, one in active.items()}
-    plan = LoopPlan(model, burst, draft.source, draft.width, top=state.top_width(model))
+    plan = LoopPlan(model, burst, draft.source, draft.width, top=top_width(model))
     inputs = LoopInputs(
         params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
-        row_adapters(adapters, R),
+        row_adapters(adapters, R), wants_top=state.wants_top,
     )  # fmt: skip
     tails = Tails(state.cache.tail, draft.tail, (state.cache.state, draft.state))
     counts = (np.int32(rounds), np.int32(len(active)))

@@ -14,6 +14,7 @@ from jaxllm.generation.batching.active import (
     fill_row,
     one_row,
     round_arguments,
+    top_width,
 )
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.requests import Request
@@ -79,7 +80,7 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     bare = state.rows.replace(samplers=())
     filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
     for stacked in state.rows.samplers:
-        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked.rows)
+        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
         states = (state.cache.state, state.draft.state)
         places = (state.cache.tail.position_BS, states, bare, stacked, number)
         fill_row.lower(*places, filled, sampler).compile()
@@ -122,7 +123,8 @@ def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> It
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
     yield
     uses_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
-    draw_rows.lower(state.rows, uses_KR, out, places.row_R, 0).compile()
+    wanted = (top_width(loop.model), state.wants_top)
+    draw_rows.lower(state.rows, uses_KR, out, places.row_R, *wanted).compile()
     yield
     draft = state.draft
     if isinstance(draft.source, Model) and count == 1:

@@ -24,6 +24,7 @@ from jaxllm.generation.batching.active import (
     fill_request,
     read_sampled,
     round_arguments,
+    top_width,
 )
 from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
@@ -55,8 +56,7 @@ from jaxllm.generation.loops.microbatch import (
 )
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.loops.rows import draft_stats
-from jaxllm.generation.sampling.sampler import Sampler
-from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
+from jaxllm.generation.sampling.stacked import RowSampler, fit_sampler
 from jaxllm.models.inputs import check_model
 from jaxllm.models.interventions import Apply
 from jaxllm.models.invariance import has_invariant_rows
@@ -328,7 +328,12 @@ def _run_rounds(
     stats = draft_stats(drawn) if state.draft.width else None
     steps = [
         {
-            row: read_sampled(drawn, (i, j, r), None if stats is None else stats[i, j, r])
+            row: read_sampled(
+                drawn,
+                (i, j, r),
+                state.active[row].request.top_logprobs,
+                None if stats is None else stats[i, j, r],
+            )
             for row, r in places.items()
             if drawn.valid_B[i, j, r]
         }
@@ -368,14 +373,16 @@ def _run_step(
         ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if ended:
             uses_KR = state.kind_mask(ended, out.shape[0])
-            rows, drawn = draw_rows(rows, uses_KR, out, places.row_R, state.top_width(model))
+            wanted = (top_width(model), state.wants_top)
+            rows, drawn = draw_rows(rows, uses_KR, out, places.row_R, *wanted)
             results.append((ended, drawn, sites))
     samples: StepSamples = {}
     for ended, *arrays in results:  # read only after everything has been dispatched
         drawn, sites = to_host(arrays)
         for row, r in ended.items():
             read = {name: x[[r]] for name, x in sites.items()}
-            samples[row] = read_sampled(drawn, r)._replace(sites=read)
+            count = state.active[row].request.top_logprobs
+            samples[row] = read_sampled(drawn, r, count)._replace(sites=read)
     for run in runs:
         active = state.active[run.rows[0]]
         ran = range(active.num_run, active.num_run + run.index_T.size)
@@ -397,13 +404,13 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
     return [run for run in runs if run.index_T.size]
 
 
-def _add_sampler(state: ServeState, kind: Hashable, sampler: Sampler) -> ServeState:
+def _add_sampler(state: ServeState, kind: Hashable, sampler: RowSampler) -> ServeState:
     """Return the state with one more kind of sampler, if it is new. Each set and order of kinds
     compiles a program: so unused ones are dropped once there are many, and the order is not that
     of arrival.
     """
     held = dict(zip(state.kinds, state.rows.samplers, strict=True))
-    held.setdefault(kind, stack_sampler(sampler, state.cache.batch))
+    held.setdefault(kind, sampler.stack(state.cache.batch))
     if len(state.kinds) >= _MAX_KINDS:
         used = {kind, *(one.kind for one in state.active.values())}
         held = {name: stacked for name, stacked in held.items() if name in used}

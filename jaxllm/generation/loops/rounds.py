@@ -74,6 +74,7 @@ class LoopInputs(struct.PyTreeNode):
         row_R: Cache rows, one beyond the last for padding; None for all rows in order.
         adapter_R: Adapter index of each row.
         forced_RK: Tokens to take for a draft's.
+        wants_top: Whether to find the likeliest tokens, bool; None: always.
     """
 
     params: Params
@@ -84,6 +85,7 @@ class LoopInputs(struct.PyTreeNode):
     row_R: Any = None
     adapter_R: Any = None
     forced_RK: Any = None
+    wants_top: Any = None
 
 
 class Tails(NamedTuple):
@@ -183,13 +185,15 @@ def _run_columns(
 
     def run_first(places: Microbatch) -> Any:
         first = {name: getattr(places, name)[:, :1] for name in ("token_RT", "position_RT")}
-        logits_R1V, delta, waits = run_all(places.replace(**first))
+        logits_R1V, delta, _ = run_all(places.replace(**first))
         states = tuple(x and x.replace(rows=map_rows(widen, x.rows)) for x in delta.state)
-        wide = jax.tree.map(widen, (logits_R1V, delta.replace(state=()), waits))
-        return wide[0], wide[1].replace(state=states), wide[2]
+        logits_RTV, wide = jax.tree.map(widen, (logits_R1V, delta.replace(state=())))
+        return logits_RTV, wide.replace(state=states)
 
     if isinstance(plan.source, PromptLookup):  # often finds nothing; empty columns cost as much
-        return jax.lax.cond((position_RT[:, 1:] >= 0).any(), run_all, run_first, places)
+        any_RT = position_RT[:, 1:] >= 0
+        # What is written comes out of the conditional, in which all reads are.
+        return *jax.lax.cond(any_RT.any(), lambda x: run_all(x)[:2], run_first, places), ()
     return run_all(places)
 
 
@@ -204,7 +208,9 @@ def _draw_columns(
 ) -> tuple[RowState, Drawn]:
     """Draw a token from each column, up to the first that is not the next column's."""
     finite_RT = jnp.isfinite(logits_RTV).all(axis=2)
-    options: Any = {"top": plan.top, "processed": plan.processed}
+    options: Any = {
+        "top": plan.top, "wants_top": inputs.wants_top, "processed": plan.processed,
+    }  # fmt: skip
     if token_RT.shape[1] == 1:
         rows, drawn, _ = draw(
             rows, inputs.uses_KR, live_R, logits_RTV[:, 0], finite_RT[:, 0], **options

@@ -24,7 +24,7 @@ from jaxllm.generation.sampling.sampler import (
     as_row_keys,
     draw_next,
 )
-from jaxllm.generation.sampling.stacked import StackedSampler
+from jaxllm.generation.sampling.stacked import RowSampler
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.row_sums import log_softmax
 from jaxllm.ops.token_logprobs import pick_token
@@ -128,6 +128,7 @@ def draw(
     finite_B: jax.Array,
     *,
     top: int = 0,
+    wants_top: jax.Array | None = None,
     processed: bool = False,
     choose: Choose | None = None,
 ) -> tuple[RowState, Drawn, Any]:
@@ -137,6 +138,7 @@ def draw(
         kind_KB: Which rows use which of stacked samplers; None: all use the one sampler.
         finite_B: Whether all logits of a row are finite.
         top: Number of likeliest tokens to return.
+        wants_top: Whether to find them, bool; None: always.
         processed: Whether to return the log-probabilities after processors, of one sampler.
         choose: Draws the tokens, by default with the rows' samplers.
 
@@ -163,8 +165,13 @@ def draw(
         jnp.full_like(token_B, NO_TOKEN),
     )
     if top:
-        top_logprob_BN, top_token_BN = jax.lax.top_k(logprob_BV, top)
-        drawn = drawn._replace(top_token_BN=top_token_BN, top_logprob_BN=top_logprob_BN)
+        find = partial(jax.lax.top_k, k=top)
+        if wants_top is None:
+            best_BN, token_BN = find(logprob_BV)
+        else:
+            none = jax.tree.map(jnp.zeros_like, jax.eval_shape(find, logprob_BV))
+            best_BN, token_BN = jax.lax.cond(wants_top, find, lambda _: none, logprob_BV)
+        drawn = drawn._replace(top_token_BN=token_BN, top_logprob_BN=best_BN)
     if processed:
         drawn = drawn._replace(processed_B=pick_token(log_softmax(scores_BV), token_B))
     context = context.replace(token_BL=token_BL, length_B=length_B)
@@ -188,7 +195,7 @@ def choose_tokens(
     token_B, then = jnp.zeros(grows_B.shape, jnp.int32), []
     for sampler, uses_B in zip(rows.samplers, kind_KB & grows_B[None], strict=True):
         drawn_B, after = jax.lax.cond(
-            uses_B.any(), partial(_draw_some, uses_B), _draw_none, sampler, logits_BV, context
+            uses_B.any(), _draw_some, _draw_none, uses_B, sampler, logits_BV, context
         )
         token_B = jnp.where(uses_B, drawn_B, token_B)
         then.append(after)
@@ -196,17 +203,17 @@ def choose_tokens(
 
 
 def _draw_some(
-    uses_B: jax.Array, sampler: StackedSampler, logits_BV: jax.Array, context: Context
-) -> tuple[jax.Array, StackedSampler]:
-    token_B, after = sampler.draw(logits_BV, context)
-    selected: StackedSampler = select_rows(uses_B, after, sampler)
+    uses_B: jax.Array, sampler: RowSampler, logits_BV: jax.Array, context: Context
+) -> tuple[jax.Array, RowSampler]:
+    token_B, after = sampler.draw(uses_B, logits_BV, context)
+    selected: RowSampler = select_rows(uses_B, after, sampler)
     return token_B, selected
 
 
 def _draw_none(
-    sampler: StackedSampler, logits_BV: jax.Array, context: Context
-) -> tuple[jax.Array, StackedSampler]:
-    return jnp.zeros(logits_BV.shape[:1], jnp.int32), sampler
+    uses_B: jax.Array, sampler: RowSampler, logits_BV: jax.Array, context: Context
+) -> tuple[jax.Array, RowSampler]:
+    return jnp.zeros(uses_B.shape, jnp.int32), sampler
 
 
 def _draw_first(

@@ -51,7 +51,7 @@ class SequenceBias(OptionProcessor):
 
     @classmethod
     def from_options(cls, values: Values) -> "SequenceBias":
-        return cls(*map(jnp.asarray, values(cls.names[0])))
+        return cls(*values(cls.names[0]))
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         token_BN = _completing_tokens(self.token_NS, context)

@@ -1,6 +1,7 @@
 """Samplers from the sampling options of `option_table`."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from jaxllm.errors import SamplingError, suggest_name
@@ -71,6 +72,19 @@ def make_sampler(
     added = [p if isinstance(p, Processor) else FunctionProcessor(p) for p in logits_processor]
     text = sum(type(p).__module__ != truncation.__name__ for p in chain)
     return Sampler((*chain[:text], *added, *chain[text:]))
+
+
+@cache
+def neutral_processors() -> tuple[tuple[Processor, ...], tuple[Processor, ...]]:
+    """Return all processors, in order, with values that change nothing: those that depend on the
+    text, and those of the distribution.
+    """
+    off = {name: () if (x := OPTIONS[name]).default is None else x.default for name in PROCESSORS}
+    off |= {name: x.off for name, x in OPTIONS.items() if x.off is not None}
+    values = Values({**off, "max_new_tokens": 1, "eos_token_id": ()})
+    made = [kind.from_options(values) for kind in dict.fromkeys(PROCESSORS.values())]
+    text = sum(type(p).__module__ != truncation.__name__ for p in made)
+    return tuple(made[:text]), tuple(made[text:])
 
 
 def check_sampling_option(name: str, value: Any) -> Any:

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import SamplingError
@@ -137,9 +136,9 @@ class OptionProcessor(Processor):
 
     @classmethod
     def from_options(cls, values: Values) -> Self:
-        """Return the processor of a call."""
+        """Return the processor of a call; its arrays are NumPy's."""
         fields = [f.name for f in dataclasses.fields(cls) if f.name != "kind"]
-        arrays: dict[str, Any] = {name: jnp.asarray(values(name)) for name in fields}
+        arrays: dict[str, Any] = {name: values(name) for name in fields}
         return cls(**arrays)
 
 

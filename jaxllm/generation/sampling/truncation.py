@@ -168,7 +168,7 @@ class Mirostat(OptionProcessor):
 
     @classmethod
     def from_options(cls, values: Values) -> "Mirostat":
-        tau, eta = (jnp.asarray(values(name)) for name in cls.names)
+        tau, eta = (values(name) for name in cls.names)
         return cls(tau, eta, 2 * tau)
 
     def begin(self, rows: int) -> "Mirostat":
