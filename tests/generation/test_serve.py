@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import jaxllm
 from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.generation.batching.prompt_pace import PromptPace
 from jaxllm.generation.batching.requests import Event, Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
@@ -176,6 +177,22 @@ def test_long_prefill_does_not_block_decoding(lm: Any) -> None:
     assert [e.step.decode_tokens for e in events[:3]] == [0, 1, 1]
     for request in (short, long):
         check_equals_generate(lm, request, events_by_id(events)[request.id])
+
+
+def test_prompts_take_as_long_as_the_rows_that_decode() -> None:
+    """The room for prompt tokens follows from measured times, and grows with the rows that wait."""
+    pace = PromptPace(256, 1)
+    assert [pace.room(0, 1), pace.room(2, 1), pace.room(1, 2)] == [256, 32, 64]
+    for seconds in (5.0, 0.1, 0.1):  # the first one compiled
+        pace.record(4, 0, seconds)
+    for prompt_tokens in (32, 16):
+        pace.record(4, prompt_tokens, 0.1 + prompt_tokens * 0.002)
+    pace.record(0, 256, 9.0)
+    assert [pace.room(n, 4 - n) for n in (3, 2, 1)] == [32, 32, 128]
+    slow = PromptPace(256, 32)
+    slow.record(1, 0, 0.1)
+    slow.record(1, 32, 3.3)
+    assert slow.room(1, 1) == 32  # a multiple of 32
 
 
 def test_invalid_requests_fail_individually(lm: Any) -> None:

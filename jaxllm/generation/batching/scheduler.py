@@ -28,6 +28,7 @@ from jaxllm.generation.batching.active import (
 )
 from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
+from jaxllm.generation.batching.prompt_pace import PromptPace
 from jaxllm.generation.batching.requests import (
     Event,
     RejectedRequest,
@@ -100,7 +101,9 @@ def serve(
             case it may block.
         rows: Number of requests that run at once.
         capacity: Cache slots per row.
-        chunk: Prompt tokens to run per step, over all rows; by default `steps.default_chunk()`.
+        chunk: Prompt tokens to run per step, over all rows, at most; by default
+            `steps.default_chunk()`. While rows decode, a step runs as many as take as long as these
+            rows' tokens.
         burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
             decode and none has an `until`; the loop also stops when a row ends. 1 yields each
             token immediately, or each pass's.
@@ -138,6 +141,7 @@ def serve(
     drafting = _open_draft(draft, draft_tokens, model, params, cache)
     state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting)
     source, more, pace = iter(requests), True, DraftPace()
+    prompts = PromptPace(chunk, store.multiple)
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or state.active:
         while more and len(state.active) < rows:
@@ -180,22 +184,26 @@ def serve(
         held = state.draft
         state = state._replace(draft=NO_DRAFT if decodes and not drafts else held)
         state, rounds = _plan_rounds(state, burst, chunk)
+        decoding = sum(one.num_generated > 0 for one in state.active.values())
+        room = prompts.room(decoding, len(state.active) - decoding)
+        runs = _token_runs(state.active, room, store.multiple)
         if rounds:
             state, steps = _run_rounds(model, params, state, burst, rounds, invariant_rows)
         else:
-            state, steps = _run_step(model, params, state, chunk, store, invariant_rows)
+            state, steps = _run_step(model, params, state, runs, chunk, store, invariant_rows)
+        seconds = pace.clock() - began
+        if not (rounds and state.draft.width):
+            tokens = sum(run.index_T.size for run in runs) - decoding
+            prompts.record(decoding, tokens, seconds / max(len(steps), 1))
         if state.draft is NO_DRAFT:
             state = state._replace(draft=held)
         if decodes and (rounds or not drafts):
             count = max(len(steps) // (drafting.width + 1) if drafts else len(steps), 1)
             tokens = sum(map(len, steps)) / len(state.active)
-            pace.record(count, tokens, pace.clock() - began)
+            pace.record(count, tokens, seconds)
         for drawn in steps:
-            runs = [
-                run
-                for run in _token_runs(state.active, chunk, store.multiple)
-                if run.rows[0] in drawn or not state.active[run.rows[0]].num_generated
-            ]
+            if rounds:
+                runs = [one.next_run(row, 1) for row, one in state.active.items() if row in drawn]
             if not runs:  # a row's `until` ended its text within the pass
                 continue
             decoded = sum(state.active[run.rows[0]].num_generated > 0 for run in runs)
@@ -349,13 +357,16 @@ def _run_step(
     model: Model,
     params: Params,
     state: ServeState,
+    runs: list[TokenRun],
     chunk: int,
     store: PrefixStore,
     invariant_rows: bool,
 ) -> tuple[ServeState, list[StepSamples]]:
-    """Run a token of each row that decodes, and prompt tokens; draw for rows without more."""
+    """Run a token of each row that decodes, and prompt tokens; draw for rows without more.
+
+    chunk: The most tokens that a microbatch has beside one for each row.
+    """
     cache, rows, results = state.cache, state.rows, []
-    runs = _token_runs(state.active, chunk, store.multiple)
     if store.multiple > 1:
         groups = split_chunks(runs, store.multiple)
     else:
