@@ -193,8 +193,8 @@ def serve(
             state, steps = _run_step(model, params, state, runs, chunk, store, invariant_rows)
         seconds = pace.clock() - began
         if not (rounds and state.draft.width):
-            tokens = sum(run.index_T.size for run in runs) - decoding
-            prompts.record(decoding, tokens, seconds / max(len(steps), 1))
+            ran = sum(run.index_T.size for run in runs)
+            prompts.record(decoding, ran - decoding, seconds / max(len(steps), 1))
         if state.draft is NO_DRAFT:
             state = state._replace(draft=held)
         if decodes and (rounds or not drafts):
