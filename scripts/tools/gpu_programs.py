@@ -35,7 +35,7 @@ from jaxllm.evaluate import bench
 from jaxllm.generation.batching.active import empty_rows
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS, LoopInputs, LoopPlan, Tails
 from jaxllm.generation.sampling.sampler import Sampler
-from jaxllm.generation.sampling.stacked import fit_sampler
+from jaxllm.generation.sampling.stacked import fit_sampler, stack_sampler
 from jaxllm.models.compiled_steps import PREFILL
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.sites import NO_EDITS
@@ -243,7 +243,9 @@ def burst(rows: int, slots: int, packed: bool) -> Compiled:
     model, params = make_model()
     tail = cache_of(model, rows, slots).tail
     _, sampler = fit_sampler(Sampler(), model.config.vocab_size, slots + 1)
-    state, stacked = on_card(jax.eval_shape(lambda: (empty_rows(rows, slots), sampler.stack(rows))))
+    state, stacked = on_card(
+        jax.eval_shape(lambda: (empty_rows(rows, slots), stack_sampler(sampler, rows)))
+    )
     kinds = on_card(jax.ShapeDtypeStruct((1, rows), bool))
     made = compile_for_gpu(
         SERVED_ROUNDS, LoopPlan(model.clone(packed=packed), 16), LoopInputs(params, uses_KR=kinds),

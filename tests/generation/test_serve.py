@@ -17,6 +17,7 @@ from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.sampler import Processor, Sampler
+from jaxllm.generation.sampling.stacked import rare_sampler
 from tests.tiny_models import BOTH, in_both, random_model, tokens
 
 
@@ -292,7 +293,9 @@ def test_rows_with_different_options_equal_generate(lm: Any) -> None:
 
 @pytest.mark.parametrize("burst", [1, 16])
 def test_options_compile_nothing(compiled: list[str], burst: int) -> None:
-    """Whatever options and numbers of likeliest tokens the requests have, one program serves."""
+    """Whatever options and numbers of likeliest tokens the requests have, one program serves; with
+    rare ones, one more.
+    """
     lm = random_model("llama")
 
     def served(first: int, count: int) -> int:
@@ -303,7 +306,7 @@ def test_options_compile_nothing(compiled: list[str], burst: int) -> None:
         return len(list(serve(*lm, each, **SHAPE, burst=burst)))
 
     plain = [make_request(i, prompt=tokens(1, 9)[0], sampler=jaxllm.GREEDY) for i in range(3)]
-    list(serve(*lm, plain, **SHAPE, burst=burst))
+    list(serve(*lm, [*plain, make_request(3, sampler=rare_sampler(131))], **SHAPE, burst=burst))
     before = len(compiled)
     assert served(0, 7) > 20
     assert compiled[before:] == []

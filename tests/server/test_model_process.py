@@ -157,8 +157,8 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
 def test_warm_up_compiles_what_requests_need(
     shallow: Any, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs before the first request, and requests of many lengths, alone and together, then
-    compile nothing.
+    """Nothing runs before the first request, and requests of many lengths, alone and together, with
+    usual options and rare ones, then compile nothing.
     """
     lm = jaxllm.load(shallow("llama"))
     frames = _Frames()
@@ -174,7 +174,8 @@ def test_warm_up_compiles_what_requests_need(
         process.receive({**GENERATE, "id": number, "prompt": prompt, "options": options})
         frames.wait_for(partial(is_end, number))
     for number in range(11, 17):
-        options = {"max_new_tokens": 12, "seed": 0}
+        options = {"max_new_tokens": 12, "seed": 0, "min_p": 0.1}
+        options |= {"dry_multiplier": 0.5, "typical_p": 0.9} if number > 13 else {}
         process.receive({**GENERATE, "id": number, "prompt": f"{number}", "options": options})
     for number in range(11, 17):
         frames.wait_for(partial(is_end, number))

@@ -19,12 +19,14 @@ from jaxllm.generation.loops.microbatch import TokenRun, bucket_rows, row_adapte
 from jaxllm.generation.loops.rounds import LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
 from jaxllm.generation.sampling.sampler import Context, row_keys
-from jaxllm.generation.sampling.stacked import RowSampler
+from jaxllm.generation.sampling.stacked import RowSampler, stack_sampler
 from jaxllm.models.site_inputs import stack_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import pad_rows
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+
+_MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
 class Sampled(NamedTuple):
@@ -200,6 +202,23 @@ def empty_rows(rows: int, capacity: int) -> RowState:
     )
     token_BL, prompt_B, length_B, *rest = jax.device_put(arrays)
     return RowState(Context(token_BL, prompt_B, length_B, row_keys(0, rows)), (), *rest)
+
+
+def add_sampler(state: ServeState, kind: Hashable, sampler: RowSampler) -> ServeState:
+    """Return the state with one more kind of sampler, if it is new. Each set of kinds compiles
+    programs: so unused ones are dropped once there are many, and their order is not that of
+    arrival.
+    """
+    if kind in state.kinds:
+        return state
+    held = dict(zip(state.kinds, state.rows.samplers, strict=True))
+    held[kind] = stack_sampler(sampler, state.rows.finish_B.shape[0])
+    if len(state.kinds) >= _MAX_KINDS:
+        used = {kind, *(one.kind for one in state.active.values())}
+        held = {name: stacked for name, stacked in held.items() if name in used}
+    kinds = tuple(sorted(held, key=str))
+    samplers = tuple(held[name] for name in kinds)
+    return state._replace(kinds=kinds, rows=state.rows.replace(samplers=samplers))
 
 
 def fill_request(

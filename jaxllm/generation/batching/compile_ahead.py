@@ -1,6 +1,6 @@
 """Compile the programs of a serving loop before requests need them, without running them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,15 @@ from jaxllm.generation.batching.active import (
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.loops.draft import cut_rows
-from jaxllm.generation.loops.microbatch import TokenRun, compile_microbatch, pack_microbatch
+from jaxllm.generation.loops.microbatch import (
+    Microbatch,
+    TokenRun,
+    compile_microbatch,
+    pack_microbatch,
+)
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.stacked import fit_sampler, rare_sampler, stack_sampler
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -77,13 +83,7 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     state, rows, number = loop.state, loop.state.cache.batch, np.int32(0)
     if not state.kinds:  # no usual request is possible
         return
-    bare = state.rows.replace(samplers=())
-    filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
-    for stacked in state.rows.samplers:
-        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-        states = (state.cache.state, state.draft.state)
-        places = (state.cache.tail.position_BS, states, bare, stacked, number)
-        fill_row.lower(*places, filled, sampler).compile()
+    _compile_fill(state)
     if chunk_size is not None and chunk_size <= state.cache.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
         cut.compile()
@@ -92,14 +92,43 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     chunk = loop.multiple if loop.multiple > 1 else loop.chunk
     usual = (256, 1, 64, 512, 128, 1024, 2048) if is_accelerator() else (32, 1, 64, 16, 128, 8, 256)
     widths = [n for n in usual if n <= min(chunk, state.cache.capacity)]
-    counts = [n for n in (1, 4, 16, 64, 256) if n <= rows]
+    counts, drawn = [n for n in (1, 4, 16, 64, 256) if n <= rows], []
     for count in counts:
         for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
             if width == 1 or count == 1 or loop.multiple == 1:
-                yield from _compile_step(loop, count, width, adapter)
+                drawn.append((yield from _compile_step(loop, count, width, adapter)))
     if state.draft.width:
         for count in counts:
             yield from _compile_burst(loop, count, adapter)
+    rare = _add_rare(loop)
+    _compile_fill(rare.state)
+    for places, at, out in drawn:
+        yield
+        _compile_draw(rare, _fill_state(rare, len(at), adapter), places, at, out)
+
+
+def _add_rare(loop: Loop) -> Loop:
+    """Return the loop, with shapes, as it is once a request with rare options has come."""
+    state, vocab_size = loop.state, loop.model.config.vocab_size
+    width, rows = state.rows.context.token_BL.shape[1], state.cache.batch
+    kind, sampler = fit_sampler(rare_sampler(vocab_size), vocab_size, width)
+    held = dict(zip(state.kinds, state.rows.samplers, strict=True))
+    held[kind] = jax.eval_shape(lambda: stack_sampler(sampler, rows))
+    kinds, samplers = zip(*sorted(held.items(), key=lambda item: str(item[0])), strict=True)
+    return loop._replace(
+        state=state._replace(kinds=kinds, rows=state.rows.replace(samplers=samplers))
+    )
+
+
+def _compile_fill(state: ServeState) -> None:
+    """Compile what puts a request into a row, for each kind of sampler."""
+    bare = state.rows.replace(samplers=())
+    filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
+    for stacked in state.rows.samplers:
+        sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+        states = (state.cache.state, state.draft.state)
+        places = (state.cache.tail.position_BS, states, bare, stacked, np.int32(0))
+        fill_row.lower(*places, filled, sampler).compile()
 
 
 def _fill_state(loop: Loop, count: int, adapter: int | None) -> ServeState:
@@ -110,8 +139,14 @@ def _fill_state(loop: Loop, count: int, adapter: int | None) -> ServeState:
     return loop.state._replace(active=dict.fromkeys(range(count), active))
 
 
-def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> Iterator[None]:
-    """Compile a step of `count` rows with so many tokens each, and the draw after it."""
+def _compile_step(
+    loop: Loop, count: int, width: int, adapter: int | None
+) -> Generator[None, None, tuple[Microbatch, np.ndarray, jax.ShapeDtypeStruct]]:
+    """Compile a step of `count` rows with so many tokens each, and the draw after it.
+
+    Returns:
+        The arguments of `_compile_draw`.
+    """
     state = _fill_state(loop, count, adapter)
     at_T = np.arange(width)
     runs = [
@@ -122,9 +157,7 @@ def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> It
     places = places.replace(edits=state.edits)
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
     yield
-    uses_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
-    wanted = (top_width(loop.model), state.wants_top)
-    draw_rows.lower(state.rows, uses_KR, out, places.row_R, *wanted).compile()
+    _compile_draw(loop, state, places, at, out)
     yield
     draft = state.draft
     if isinstance(draft.source, Model) and count == 1:
@@ -132,9 +165,19 @@ def _compile_step(loop: Loop, count: int, width: int, adapter: int | None) -> It
         end_B = np.zeros(state.cache.batch, np.int32)
         cut_rows.lower(draft.cache.tail, None, end_B).compile()
         runs = [run._replace(output_T=at_T < 0, adapter=None) for run in runs]
-        places, _ = pack_microbatch(runs, state.cache.batch, invariant_rows=True)
-        compile_microbatch(draft.source, draft.params, draft.cache, places)
+        drafted, _ = pack_microbatch(runs, state.cache.batch, invariant_rows=True)
+        compile_microbatch(draft.source, draft.params, draft.cache, drafted)
         yield
+    return places, at, out
+
+
+def _compile_draw(
+    loop: Loop, state: ServeState, places: Microbatch, at: np.ndarray, out: jax.ShapeDtypeStruct
+) -> None:
+    """Compile the draw after a step. at: The microbatch's row of each row. out: Its logits."""
+    uses_KR = state.kind_mask(dict(enumerate(at)), out.shape[0])
+    wanted = (top_width(loop.model), state.wants_top)
+    draw_rows.lower(state.rows, uses_KR, out, places.row_R, *wanted).compile()
 
 
 def _compile_burst(loop: Loop, count: int, adapter: int | None) -> Iterator[None]:

@@ -8,7 +8,7 @@ cache is written in place. A rejected request does not affect the others.
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxllm.generation.batching.active import (
     ActiveRequest,
     ServeState,
     StepSamples,
+    add_sampler,
     draw_rows,
     empty_rows,
     fill_request,
@@ -57,7 +58,7 @@ from jaxllm.generation.loops.microbatch import (
 )
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.loops.rows import draft_stats
-from jaxllm.generation.sampling.stacked import RowSampler, fit_sampler
+from jaxllm.generation.sampling.stacked import fit_sampler
 from jaxllm.models.inputs import check_model
 from jaxllm.models.interventions import Apply
 from jaxllm.models.invariance import has_invariant_rows
@@ -71,7 +72,6 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
-_MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
 def serve(
@@ -156,7 +156,7 @@ def serve(
                 for sampler in request.samplers:
                     with suppress(SamplingError):  # it is not for one row
                         kind, fitted = fit_sampler(sampler, model.config.vocab_size, capacity + 1)
-                        state = _add_sampler(state, kind, fitted)
+                        state = add_sampler(state, kind, fitted)
                 loop = Loop(model, params, state, chunk, burst, store.multiple, invariant_rows)
                 request.reply(loop)
                 continue
@@ -298,7 +298,7 @@ def _admit_request(
         given = check_int_array("read_steps", request.read_steps, SamplingError)
         steps = frozenset(given.ravel().tolist())
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, capacity + 1)
-    state = _add_sampler(state, kind, sampler)
+    state = add_sampler(state, kind, sampler)
     row = min(set(range(state.cache.batch)) - set(state.active))
     prefix = store.find(request, prompt_T, edits)
     active = ActiveRequest(
@@ -413,18 +413,3 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
             chunk -= run.index_T.size
         runs.append(run)
     return [run for run in runs if run.index_T.size]
-
-
-def _add_sampler(state: ServeState, kind: Hashable, sampler: RowSampler) -> ServeState:
-    """Return the state with one more kind of sampler, if it is new. Each set and order of kinds
-    compiles a program: so unused ones are dropped once there are many, and the order is not that
-    of arrival.
-    """
-    held = dict(zip(state.kinds, state.rows.samplers, strict=True))
-    held.setdefault(kind, sampler.stack(state.cache.batch))
-    if len(state.kinds) >= _MAX_KINDS:
-        used = {kind, *(one.kind for one in state.active.values())}
-        held = {name: stacked for name, stacked in held.items() if name in used}
-    kinds = tuple(sorted(held, key=str))
-    samplers = tuple(held[name] for name in kinds)
-    return state._replace(kinds=kinds, rows=state.rows.replace(samplers=samplers))

@@ -1,14 +1,15 @@
 """A different sampler in each row of a loop.
 
 The options of a request are data: a sampler whose processors all come from options gets those that
-it lacks, with values that change nothing. So all of these are of one kind, whatever their options,
+it lacks, with values that change nothing. So these are of one kind, or two with the rare options,
 and a program runs a processor only while a row uses it. A sampler with other processors (functions,
 classes of users, automata) has a kind of its own; each set of kinds compiles programs.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,87 +17,146 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import SamplingError
-from jaxllm.generation.sampling.constraints import MissingIds
+from jaxllm.generation.sampling.constraints import LogitBias, MinLength, MissingIds
 from jaxllm.generation.sampling.grammar_mask import TextMask
 from jaxllm.generation.sampling.options import neutral_processors
+from jaxllm.generation.sampling.penalties import FrequencyPenalty, RepetitionPenalty
 from jaxllm.generation.sampling.sampler import Context, Processor, Sampler, row_keys, sample_next
+from jaxllm.generation.sampling.truncation import MinP, Temperature, TopK, TopP
 
+_USUAL = (
+    LogitBias, RepetitionPenalty, FrequencyPenalty, MinLength, Temperature, TopK, TopP, MinP,
+)  # fmt: skip
 # Lists of tokens and of sequences, and the tokens of a sequence, up to which a request's are of the
-# common kind; larger ones have kinds of their own, of sizes that are powers of two.
+# common kinds; larger ones have kinds of their own, of sizes that are powers of two.
 _WIDTHS: dict[int, tuple[int, ...]] = {0: (), 1: (64,), 2: (64, 8)}
 
 
-class RowSampler(struct.PyTreeNode):
-    """A row's sampler; of several rows, each array has a leading axis of rows.
+class _Layout(NamedTuple):
+    """Where the arrays of processors are in `OptionSampler`'s two."""
+
+    structure: Any
+    arrays: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
+
+
+class OptionSampler(struct.PyTreeNode):
+    """A row's sampling options; of several rows, each array has a leading axis of rows.
 
     Attributes:
-        sampler: Its processors.
-        greedy: Whether the row takes the best token, bool; None if `sampler` says it for all rows.
-        on_P: Which processors the row uses, bool; None for all.
+        float_N, int_M: The processors' arrays. Two arrays are passed to programs sooner than sixty.
+        greedy: Whether the row takes the best token, bool.
+        on_P: Which processors the row uses, bool.
+        layout: Of the processors.
     """
 
-    sampler: Sampler
-    greedy: Any = None
-    on_P: Any = None
+    float_N: Any
+    int_M: Any
+    greedy: Any
+    on_P: Any
+    layout: _Layout = struct.field(pytree_node=False)
 
-    def stack(self, rows: int) -> "RowSampler":
-        """Return the sampler of several rows that are all the same."""
-        stacked: RowSampler = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), self
+    @classmethod
+    def pack(
+        cls, processors: Sequence[Processor], greedy: bool, on: Sequence[bool]
+    ) -> "OptionSampler":
+        """Return the sampler of a row with these processors."""
+        leaves, structure = jax.tree.flatten(tuple(processors))
+        layout = _Layout(structure, tuple((x.shape, x.dtype.name) for x in leaves))
+        kinds = (
+            [x.reshape(-1) for x in leaves if x.dtype == kind] for kind in ("float32", "int32")
         )
-        return stacked
+        float_N, int_M = map(np.concatenate, kinds)
+        return cls(float_N, int_M, np.bool_(greedy), np.array(on), layout)
 
     def draw(
         self, uses_B: jax.Array, logits_BV: jax.Array, context: Context
-    ) -> tuple[jax.Array, "RowSampler"]:
+    ) -> tuple[jax.Array, "OptionSampler"]:
         """Draw the next token of each row of `uses_B`, as in a batch of one.
 
         Returns:
             Tokens, int32 `[B]`, arbitrary in other rows, and the next samplers.
         """
-        if self.on_P is None:
-            token_B, sampler = jax.vmap(_draw_one)(self.sampler, logits_BV, context)
-            return token_B, self.replace(sampler=sampler)
-        on_P = (self.on_P & uses_B[:, None]).any(axis=0)
-        scores_BV = jax.lax.cond(
-            on_P.any(), _process, _keep, logits_BV.astype(jnp.float32), self.sampler, on_P, context
+        on_P, greedy_B = (self.on_P & uses_B[:, None]).any(axis=0), self.greedy | ~uses_B
+        plain = greedy_B.all() & ~on_P.any()
+        token_B, float_BN = jax.lax.cond(
+            plain, _take_best, _draw, self, logits_BV, greedy_B, on_P, context
         )
-        greedy_B = self.greedy | ~uses_B
-        token_B = jax.lax.cond(greedy_B.all(), _best, _draw, scores_BV, greedy_B, context.key_B)
-        processors = [
-            jax.lax.cond(on, type(p).observe, _unobserved, p, scores_BV, token_B)
-            if type(p).observe is not Processor.observe
-            else p
-            for p, on in zip(self.sampler.processors, on_P, strict=True)
-        ]
-        return token_B, self.replace(sampler=self.sampler.replace(processors=tuple(processors)))
+        return token_B, self.replace(float_N=float_BN)
+
+    def processors(self) -> tuple[Processor, ...]:
+        """Return the processors."""
+        leaves, begin = [], {"float32": 0, "int32": 0}
+        for shape, dtype in self.layout.arrays:
+            whole = self.float_N if dtype == "float32" else self.int_M
+            end = begin[dtype] + math.prod(shape)
+            part = whole[..., begin[dtype] : end]
+            leaves.append(part.reshape(*whole.shape[:-1], *shape))
+            begin[dtype] = end
+        made: tuple[Processor, ...] = jax.tree.unflatten(self.layout.structure, leaves)
+        return made
 
 
-def _process(
-    scores_BV: jax.Array, sampler: Sampler, on_P: jax.Array, context: Context
-) -> jax.Array:
-    for i, processor in enumerate(sampler.processors):
+def _take_best(
+    sampler: OptionSampler, logits_BV: jax.Array, *_: Any
+) -> tuple[jax.Array, jax.Array]:
+    return jnp.argmax(logits_BV.astype(jnp.float32), axis=1).astype(jnp.int32), sampler.float_N
+
+
+def _draw(
+    sampler: OptionSampler,
+    logits_BV: jax.Array,
+    greedy_B: jax.Array,
+    on_P: jax.Array,
+    context: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return tokens and the samplers' next numbers. on_P: Which processors run."""
+    scores_BV, processors = logits_BV.astype(jnp.float32), sampler.processors()
+    for i, processor in enumerate(processors):
         scores_BV = jax.lax.cond(
             on_P[i], lambda p, *x: p(*x), lambda p, x, _: x, processor, scores_BV, context
         )
-    return scores_BV
+    best_B = jnp.argmax(scores_BV, axis=1)
+    drawn_B = jax.lax.cond(
+        greedy_B.all(),
+        lambda *_: best_B,
+        lambda *given: jax.vmap(jax.random.categorical)(*given).astype(best_B.dtype),
+        context.key_B, scores_BV,
+    )  # fmt: skip
+    token_B = jnp.where(greedy_B, best_B, drawn_B).astype(jnp.int32)
+    after = [
+        p
+        if type(p).observe is Processor.observe
+        else jax.lax.cond(on, lambda p, *x: p.observe(*x), lambda p, *_: p, p, scores_BV, token_B)
+        for p, on in zip(processors, on_P, strict=True)
+    ]
+    numbers = [x.reshape(len(x), -1) for x in jax.tree.leaves(after) if x.dtype == jnp.float32]
+    return token_B, jnp.concatenate(numbers, axis=1)
 
 
-def _keep(scores_BV: jax.Array, *_: Any) -> jax.Array:
-    return scores_BV
+class CustomSampler(struct.PyTreeNode):
+    """A row's sampler of any processors; of several rows, each array has a leading axis of rows."""
+
+    sampler: Sampler
+
+    def draw(
+        self, uses_B: jax.Array, logits_BV: jax.Array, context: Context
+    ) -> tuple[jax.Array, "CustomSampler"]:
+        """Draw as `OptionSampler` does."""
+        token_B, sampler = jax.vmap(_draw_one)(self.sampler, logits_BV, context)
+        return token_B, CustomSampler(sampler)
 
 
-def _unobserved(processor: Processor, *_: Any) -> Processor:
-    return processor
+RowSampler: TypeAlias = OptionSampler | CustomSampler
 
 
-def _best(scores_BV: jax.Array, *_: Any) -> jax.Array:
-    return jnp.argmax(scores_BV, axis=1).astype(jnp.int32)
+def stack_sampler(sampler: RowSampler, rows: int) -> RowSampler:
+    """Return the sampler of several rows that are all the same."""
 
+    def repeat(x: Any) -> np.ndarray:  # a copy, since loops write in place
+        return np.array(np.broadcast_to(x, (rows, *np.shape(x))))
 
-def _draw(scores_BV: jax.Array, greedy_B: jax.Array, key_B: jax.Array) -> jax.Array:
-    drawn_B = jax.vmap(jax.random.categorical)(key_B, scores_BV).astype(jnp.int32)
-    return jnp.where(greedy_B, _best(scores_BV), drawn_B)
+    stacked: RowSampler = jax.device_put(jax.tree.map(repeat, sampler))
+    return stacked
 
 
 def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[jax.Array, Sampler]:
@@ -114,7 +174,10 @@ def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Has
     Raises:
         SamplingError: If the sampler is not one for a single row.
     """
-    fitted = _widen(sampler, vocab_size)
+    missing = [p for p in sampler.processors if isinstance(p, MissingIds)]
+    usual, all_of_them = _option_processors(vocab_size)
+    fitted: RowSampler | None = _widen(sampler, (*missing, *usual))
+    fitted = fitted or _widen(sampler, (*missing, *all_of_them))
     if fitted is None:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
         kind = (structure, tuple((x.shape, x.dtype) for x in leaves))
@@ -123,15 +186,20 @@ def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Has
             jnp.broadcast_to(x, like.shape).astype(like.dtype)
             for x, like in zip(leaves, shapes, strict=True)
         ]
-        fitted = RowSampler(jax.tree.unflatten(structure, leaves))
+        fitted = CustomSampler(jax.tree.unflatten(structure, leaves))
     leaves, structure = jax.tree.flatten(fitted)
     return (structure, tuple((x.shape, x.dtype) for x in leaves)), fitted
 
 
-def _widen(sampler: Sampler, vocab_size: int) -> RowSampler | None:
-    """Return a sampler of options with all processors that there are; None for another sampler."""
-    missing = [p for p in sampler.processors if isinstance(p, MissingIds)]
-    whole: Sequence[Processor] = (*missing, *_all_processors(vocab_size))
+def rare_sampler(vocab_size: int) -> Sampler:
+    """Return a sampler of the kind that has all options."""
+    return Sampler(_option_processors(vocab_size)[1])
+
+
+def _widen(sampler: Sampler, whole: Sequence[Processor]) -> OptionSampler | None:
+    """Return a sampler with all of these neutral processors, in whose order its own are; None if it
+    has others.
+    """
     rest = list(sampler.processors)
     processors, on = list[Processor](), list[bool]()
     for neutral in whole:
@@ -148,16 +216,18 @@ def _widen(sampler: Sampler, vocab_size: int) -> RowSampler | None:
         on.append(isinstance(given, MissingIds) or not _are_equal(fitted, neutral))
     if rest:  # processors of other kinds, or in another order
         return None
-    widened = Sampler(tuple(processors))
-    return RowSampler(widened, np.bool_(sampler.greedy), np.array(on))
+    return OptionSampler.pack(processors, sampler.greedy, on)
 
 
 @cache
-def _all_processors(vocab_size: int) -> tuple[Processor, ...]:
-    """Return all processors of options, in order, with arrays that are wide enough for most."""
+def _option_processors(vocab_size: int) -> tuple[tuple[Processor, ...], tuple[Processor, ...]]:
+    """Return the usual processors of options, and all of them, in order, with values that change
+    nothing, in arrays that are wide enough for most.
+    """
     before, after = neutral_processors()
     chain = (*before, TextMask(np.int32(0), size=vocab_size), *after)
-    return tuple(jax.tree.map(lambda x: _fit(x, np.zeros(_WIDTHS[np.ndim(x)], x.dtype)), chain))
+    wide = jax.tree.map(lambda x: _fit(x, np.zeros(_WIDTHS[np.ndim(x)], x.dtype)), chain)
+    return tuple(p for p in wide if isinstance(p, _USUAL)), wide
 
 
 def _fit(value: Any, like: np.ndarray) -> np.ndarray:
