@@ -26,7 +26,7 @@ from jaxllm.runtime.schema import as_schema
 if TYPE_CHECKING:
     from jaxllm.cache import KVCache
     from jaxllm.lm import LM
-    from jaxllm.server.harmony import HarmonyText
+    from jaxllm.server.text_reader import Part, TextReader
 
 MIN_ANSWER_TOKENS = 16  # tokens reserved for an answer if max_new_tokens is not set
 STOP_MESSAGE = "stopping the answer; press Ctrl-C again to end the chat"
@@ -187,16 +187,16 @@ class Conversation:
                     read = jax.tree.map(lambda x: x.copy(), piece.cache)
                 content = piece.text
                 if reader is not None:
-                    content = reader.push(piece.text + marks.get(piece.token, ""))
-                    write(reader.take_thought())
+                    parts = reader.push(piece.text + marks.get(piece.token, ""))
+                    content = _write_thought(parts)
                     write("\n\n" * bool(content and not text))  # after the thought
                 write(content)
                 text, cache = text + content, piece.cache
                 if stopped():
                     break
         if reader is not None:
-            rest, _ = reader.finish()
-            write(reader.take_thought() + rest)
+            rest = _write_thought(reader.finish())
+            write(rest)
             text += rest
         write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
@@ -212,7 +212,7 @@ class Conversation:
                     best = found
         return best
 
-    def _channel_reader(self) -> "tuple[HarmonyText | None, dict[int, str]]":
+    def _channel_reader(self) -> "tuple[TextReader | None, dict[int, str]]":
         """Return what reads an answer in channels and the marks of its tokens, if it has them."""
         from jaxllm.server.gemma4 import Gemma4Text
         from jaxllm.server.harmony import HarmonyText
@@ -221,12 +221,12 @@ class Conversation:
         template = self.lm.chat_template
         if isinstance(template, JaxllmError):
             return None, {}
-        readers = {"harmony": HarmonyText, "gemma4": Gemma4Text}
+        readers: dict[str, type[TextReader]] = {"harmony": HarmonyText, "gemma4": Gemma4Text}
         reader = readers.get(find_style(template.select_source([])))
         if reader is None:
             return None, {}
         marks = find_marks(self.lm.tokenizer)
-        return reader(None), {token: mark for mark, token in marks.items()}
+        return reader(), {token: mark for mark, token in marks.items()}
 
     def _fit_context(self, messages: Messages) -> tuple[Messages, list[int]]:
         """Return the messages and their ids, without the oldest turns if overflow drops them.
@@ -254,6 +254,12 @@ class Conversation:
         if forgotten:
             log(f"(dropped the {forgotten} oldest turns)")
         return messages, prompt
+
+
+def _write_thought(parts: "list[Part]") -> str:
+    """Write the thought among the parts of an answer, and return the content."""
+    write("".join(text for kind, text in parts if kind == "thought"))
+    return "".join(text for kind, text in parts if kind == "content")
 
 
 def _write_messages(path: Path, messages: Messages) -> None:

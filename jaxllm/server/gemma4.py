@@ -7,11 +7,8 @@ whose strings are between two `<|"|>`.
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from jaxllm.server.harmony import HarmonyText
-from jaxllm.server.tools import Call, overlap
+from jaxllm.server.text_reader import TextReader, overlap
 
 _QUOTE = '<|"|>'
 _KINDS = {"<|channel>": "header", "<channel|>": "content", "<|tool_call>": "call",
@@ -19,8 +16,10 @@ _KINDS = {"<|channel>": "header", "<channel|>": "content", "<|tool_call>": "call
 _MARK = re.compile("|".join(map(re.escape, _KINDS)))
 _HEADER_END = re.compile(rf"\n|{_MARK.pattern}")
 _LONGEST_HEADER = 32
-_CALL = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
-_PART = re.compile(r"""<\|"\|>(.*?)<\|"\|>|([^{}\[\],:<]++)(:)?""", re.DOTALL)
+_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
+_CALL_BEGIN = re.compile(r"\s*(?:c|ca|cal|call|call:[\w.-]*\s*)?\Z")
+_WORD = re.compile(r"[^{}\[\],:<]+")
+_LITERAL = re.compile(r"true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def open_turn(prompt: str) -> str:
@@ -30,83 +29,94 @@ def open_turn(prompt: str) -> str:
     return f"{prompt}<|turn>model\n" if prompt.endswith("<turn|>\n") else prompt
 
 
-class Gemma4Text(HarmonyText):
-    """Splits a text that grows into content, thought and calls."""
+class Gemma4Text(TextReader):
+    """Splits a text into thoughts, content and calls, whose arguments become JSON."""
 
-    def __init__(self, asked: Mapping[str, Any] | None) -> None:
-        super().__init__(asked)
-        self._kind, self._call = "content", ""
+    _depth, _in_string = 0, False  # of the arguments
 
-    def finish(self) -> tuple[str, list[Call]]:
-        before = len(self._content)
-        self._add(self._rest)
-        self._end_call("")
-        self._rest = ""
-        return self._content[before:], self._calls if self._parallel else self._calls[:1]
+    @property
+    def is_thinking(self) -> bool:
+        return self._kind in ("thought", "header")
 
-    def _advance(self) -> bool:
+    def _advance(self, final: bool) -> bool:
         """Read up to a mark, or what is there; return whether more may follow."""
+        if self._kind == "call":
+            return self._begin_call(final)
+        if self._kind == "arguments":
+            return self._read_arguments(final)
         in_header = self._kind == "header"
         end = (_HEADER_END if in_header else _MARK).search(self._rest)
-        known = len(self._rest) - max(overlap(self._rest, mark) for mark in (*_KINDS, _QUOTE))
+        known = len(self._rest) - (0 if final else overlap(self._rest, *_KINDS))
         if in_header and (end.start() if end else known) >= _LONGEST_HEADER:
             self._kind = "thought"
             return True
         if end is None:
             if in_header:
                 return False
-            if self._kind != "call":  # space before a mark is left out
+            if not final:  # space before a mark is left out
                 known = len(self._rest[:known].rstrip())
-            self._add(self._rest[:known])
+            self._add_text(self._rest[:known])
             self._rest = self._rest[known:]
             return False
         text, self._rest = self._rest[: end.start()], self._rest[end.end() :]
         if end[0] == "\n":
             self._kind = "thought"
-        elif self._is_literal(text, end[0]):
-            self._add(text + end[0])
+        elif self._kind == "thought" and end[0] != "<channel|>":
+            self._add_text(text + end[0])
+        elif end[0] == "<|tool_call>" and not self._tools:
+            self._add_text(text + end[0])
+            self._kind = "literal"
         else:
-            self._add(text if self._kind == "call" else text.rstrip())
-            self._end_call(end[0])
+            self._add_text(text + end[0] if self._kind == "literal" else text.rstrip())
             self._kind = _KINDS[end[0]]
-        return bool(self._rest)
+        return True
 
-    def _is_literal(self, text: str, mark: str) -> bool:
-        """Return whether a mark is a part of a thought or of a string."""
-        if self._kind == "call":
-            return (self._call + text).count(_QUOTE) % 2 == 1
-        return self._kind == "thought" and mark != "<channel|>"
+    def _begin_call(self, final: bool) -> bool:
+        if found := _CALL.match(self._rest):
+            self._add("call", found[1])
+            self._rest, self._kind, self._depth = self._rest[found.end() :], "arguments", 0
+        elif not final and _CALL_BEGIN.match(self._rest):
+            return False
+        else:
+            self._add("content", "<|tool_call>")
+            self._kind = "literal"
+        return True
 
-    def _add(self, text: str) -> None:
-        if self._kind == "call":
-            self._call += text
-        elif self._kind != "header":
-            super()._add(text)
+    def _read_arguments(self, final: bool) -> bool:
+        """Translate one value, sign or word, or what is there of a string."""
+        rest = self._rest
+        if self._in_string:
+            text, mark, after = rest.partition(_QUOTE)
+            known = len(text) if mark or final else len(text) - overlap(text, _QUOTE)
+            self._add("arguments", json.dumps(text[:known], ensure_ascii=False)[1:-1])
+            self._rest = mark + after if mark else text[known:]
+            if not mark:
+                return False
+            rest = self._rest
+        if rest.startswith(_QUOTE):
+            self._in_string = not self._in_string
+            self._add("arguments", '"')
+            self._rest = rest[len(_QUOTE) :]
+        elif word := _WORD.match(rest):
+            if word.end() == len(rest) and not final:
+                return False
+            self._rest = rest[word.end() :]
+            text = word[0].strip()
+            if text and (self._rest[:1] == ":" or not _LITERAL.fullmatch(text)):
+                text = json.dumps(text, ensure_ascii=False)
+            self._add("arguments", text)
+        elif not rest or (_QUOTE.startswith(rest) and not final):
+            return False
+        elif rest[0] == "<":  # a mark, before the end of the arguments
+            self._kind = "rest"
+        else:
+            self._depth += (rest[0] in "{[") - (rest[0] in "}]")
+            self._add("arguments", rest[0] + " " * (rest[0] in ":,"))
+            self._rest = rest[1:]
+            if not self._depth:
+                self._kind = "rest"  # of a call, which is left out
+        return True
 
-    def _end_call(self, mark: str) -> None:
-        """Read a call that has begun; what is none is content."""
-        if self._kind != "call":
-            return
-        text, self._call = self._call, ""
-        try:
-            if not self._tools:
-                raise ValueError("there are no tools")
-            self._calls.append(_read_call(text))
-        except (ValueError, RecursionError):
-            self._content += f"<|tool_call>{text}{mark}"
-
-
-def _read_call(text: str) -> Call:
-    """Return a call. Raises ValueError for another text."""
-    found = _CALL.fullmatch(text)
-    if found is None:
-        raise ValueError("not a call")
-
-    def replace(part: re.Match[str]) -> str:
-        quoted, word, colon = part.groups()
-        if quoted is not None:
-            return json.dumps(quoted)
-        return json.dumps(word.strip()) + ":" if colon else word
-
-    arguments = json.loads(_PART.sub(replace, found[2]))
-    return {"name": found[1], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    def _add_text(self, text: str) -> None:
+        if self._kind not in ("header", "rest"):
+            self._add("thought" if self._kind == "thought" else "content", text)

@@ -1,23 +1,27 @@
 """The routes that generate: completions and chats, whole or streamed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm import __version__
 from jaxllm.server.backend import ServerBackend, json_response, read_body
 from jaxllm.server.errors import ApiError, from_model
+from jaxllm.server.gemma4 import Gemma4Text
+from jaxllm.server.harmony import HarmonyText
 from jaxllm.server.model_client import ModelError
 from jaxllm.server.openai_requests import GenerationCall, read_chat, read_completion
-from jaxllm.server.openai_responses import Answer, Choice, usage
+from jaxllm.server.openai_responses import Answer, Choice, Writer
 from jaxllm.server.streams import EventStream, format_event, unless_gone
+from jaxllm.server.text_reader import TextReader, ThoughtText
+from jaxllm.server.tools import ToolText
 
 Frame = dict[str, Any]
-PING = b": ping\n\n"
+CHANNELS: dict[str, type[TextReader]] = {"harmony": HarmonyText, "gemma4": Gemma4Text}
 
 
 class GenerationRoutes:
@@ -27,36 +31,37 @@ class GenerationRoutes:
         self._backend = backend
 
     async def completion(self, request: Request) -> Response:
-        return await self._generate(request, read_completion(await read_body(request)), False)
+        call = read_completion(await read_body(request))
+        return await self.answer(request, call, partial(Answer, chat=False))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, read_chat(await read_body(request)), True)
+        call = read_chat(await read_body(request))
+        return await self.answer(request, call, partial(Answer, chat=True))
 
-    async def _generate(self, request: Request, call: GenerationCall, chat: bool) -> Response:
+    async def answer(
+        self, request: Request, call: GenerationCall, write: Callable[..., Writer]
+    ) -> Response:
+        """Answer a request. write: Makes the writer of a call, its choices and the model's name."""
         adapter = self._backend.adapter(call.fields.model)
         namespace = request.scope.get("namespace", "")
         frames = [{**f, "adapter": adapter, "namespace": namespace} for f in call.frames]
         self._backend.check_room(len(frames))
-        name = self._backend.answer_name(call.fields.model)
-        answer = Answer(name, f"jaxllm-{__version__}", chat=chat)
         info = self._backend.info()
+        chat = "prompt" not in frames[0]
         choices = [
-            Choice(i, chat=chat, logprobs=call.logprobs, tools=call.tools,
-                   style=info["tool_style"], hidden=info["special_marks"],
-                   shows_ids=call.fields.return_token_ids)
+            Choice(i, _make_reader(call, info) if chat else None, chat=chat,
+                   logprobs=call.logprobs, shows_ids=call.fields.return_token_ids)
             for i in range(len(frames))
         ]  # fmt: skip
+        writer = write(call, choices, self._backend.answer_name(call.fields.model))
         if call.fields.echo:
             await unless_gone(request, self._echo(call, choices, frames))
         if call.fields.stream:
-            first = self._stream(call, answer, choices, frames)
-            opening = EventStream.open(first)
+            opening = EventStream.open(self._stream(writer, frames), writer)
             stream: Response = await unless_gone(request, opening)  # it may wait in the queue
             return stream
-        ends = await unless_gone(request, self._collect(choices, frames))
-        prompts = len({str(frame.get("prompt")) for frame in frames})
-        whole = answer.format_answer([c.format_choice() for c in choices], usage(ends, prompts))
-        return json_response({**whole, **_timings(ends)})
+        await unless_gone(request, self._collect(writer, frames))
+        return json_response(writer.whole())
 
     async def _echo(
         self, call: GenerationCall, choices: Sequence[Choice], frames: Sequence[Frame]
@@ -72,61 +77,33 @@ class GenerationRoutes:
                 prompt = (await self._backend.call("detokenize", tokens=prompt))["text"]
             choice.prefix(prompt, scored)
 
-    async def _collect(self, choices: Sequence[Choice], frames: Sequence[Frame]) -> list[Frame]:
-        """Run all choices to their ends; return their `done` frames."""
-        ends: dict[int, Frame] = {}
+    async def _collect(self, writer: Writer, frames: Sequence[Frame]) -> None:
+        """Run all choices to their ends."""
         async with aclosing(self._run(frames)) as events:
             async for index, frame in events:
-                if "chunk" in frame:
-                    choices[index].push(frame["chunk"])
-                elif "done" in frame:
-                    choices[index].end(frame["done"]["finish_reason"])
-                    ends[index] = frame["done"]
-        return [ends[index] for index in range(len(frames))]
+                for _ in writer.read(index, frame):
+                    pass
+        for _ in writer.finish():
+            pass
 
-    async def _stream(
-        self,
-        call: GenerationCall,
-        answer: Answer,
-        choices: Sequence[Choice],
-        frames: Sequence[Frame],
-    ) -> AsyncGenerator[bytes]:
+    async def _stream(self, writer: Writer, frames: Sequence[Frame]) -> AsyncGenerator[bytes]:
         """Yield the events of a stream; an empty one first, once the model has taken the request.
 
         A request that waits longer than `ping_seconds` for a row gets pings before that.
         """
-        ends: dict[int, Frame] = {}
-        more = {"usage": None} if call.fields.stream_options.include_usage else {}
-
-        def event(choice: Frame) -> bytes:
-            return format_event(answer.chunk([choice], **more))
-
         async with aclosing(self._run(frames)) as events:
             begun = False
             async for index, frame in events:
-                choice = choices[index]
                 if not begun:
                     begun = True
                     yield b""
-                    for c in choices:
-                        if answer.chat:
-                            yield event(c.role_chunk())
-                        elif call.fields.echo:
-                            yield event(c.echo_chunk())
-                if "chunk" in frame:
-                    if (piece := choice.push(frame["chunk"])) is not None:
-                        yield event(piece)
-                elif "ping" in frame:
-                    yield PING
-                elif "done" in frame:
-                    choice.end(frame["done"]["finish_reason"])
-                    ends[index] = frame["done"]
-                    for piece in choice.end_chunks() if answer.chat else ():
-                        yield event(piece)
-        if call.fields.stream_options.include_usage:
-            prompts = len({str(frame.get("prompt")) for frame in frames})
-            done = [ends[index] for index in range(len(frames))]
-            yield format_event(answer.chunk([], usage(done, prompts), **_timings(done)))
+                if "ping" in frame:
+                    yield writer.ping
+                else:
+                    for event in writer.read(index, frame):
+                        yield format_event(event)
+        for event in writer.finish():
+            yield format_event(event)
 
     async def _run(self, frames: Sequence[Frame]) -> AsyncGenerator[tuple[int, Frame]]:
         """Yield `(choice, frame)` of all choices as they come. Raises ApiError.
@@ -177,9 +154,16 @@ def _as_text(fields: Frame) -> Frame:
     return {"text": text, "add_special": True}
 
 
-def _timings(ends: Sequence[Frame]) -> Frame:
-    """Return the times of an answer with one choice, as llama.cpp's clients show them."""
-    return {"timings": ends[0]["timings"]} if len(ends) == 1 and "timings" in ends[0] else {}
+def _make_reader(call: GenerationCall, info: Frame) -> TextReader:
+    """Return what reads an answer of this model. info: Of `ServerBackend`."""
+    style, asked = info["tool_style"], call.tools
+    separates = call.fields.reasoning_format != "none"
+    forced = asked is not None and asked["choice"] == "required"
+    if style == "harmony" or (style == "gemma4" and not forced):
+        return CHANNELS[style](asked) if asked or separates else TextReader()
+    reader = TextReader() if asked is None else ToolText(asked, style, info["special_marks"])
+    marks = info.get("thought_marks")
+    return ThoughtText(reader, marks, separates=separates) if marks else reader
 
 
 def _no_tokens(prompt: int) -> Frame:

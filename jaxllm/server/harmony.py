@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.server.tools import Call, overlap
+from jaxllm.server.text_reader import TextReader, overlap
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -32,65 +32,31 @@ def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-class HarmonyText:
-    """Splits a text that grows into content, thought and calls.
+class HarmonyText(TextReader):
+    """Splits a text into the messages of its channels."""
 
-    asked: As in `tool_grammar`; None without tools.
-    """
+    def __init__(self, asked: Mapping[str, Any] | None = None) -> None:
+        super().__init__(asked)
+        self._kind, self._has_content = "header", False
 
-    def __init__(self, asked: Mapping[str, Any] | None) -> None:
-        tools = asked["tools"] if asked is not None else ()
-        self._tools = {tool["function"]["name"] for tool in tools}
-        self._parallel = asked is None or asked["parallel"]
-        self._rest, self._kind = "", ""  # what is not read; of the message, "" in a header
-        self._thought, self._content = "", ""
-        self._calls: list[Call] = []
-
-    def push(self, piece: str) -> str:
-        """Add text; return the content that it adds."""
-        self._rest += piece
-        before = len(self._content)
-        while self._advance():
-            pass
-        return self._content[before:]
-
-    def finish(self) -> tuple[str, list[Call]]:
-        """Return the rest of the content, and the calls."""
-        content = ""
-        if self._kind:
-            before = len(self._content)
-            self._add(self._rest)
-            content = self._content[before:]
-        elif not _HEADER.match(self._rest):
-            content = self._rest
-        self._rest = ""
-        return content, self._calls if self._parallel else self._calls[:1]
-
-    def take_thought(self) -> str:
-        """Return the thought since the last call."""
-        thought, self._thought = self._thought, ""
-        return thought
-
-    def _advance(self) -> bool:
-        """Read a header, or what is there of a message; return whether more may follow."""
-        if not self._kind:
+    def _advance(self, final: bool) -> bool:
+        if self._kind == "header":
             header, mark, body = self._rest.partition(_MESSAGE)
             if mark:
                 self._begin(header)
                 self._rest = body
-            elif self._may_begin_header():
+                return True
+            if self._may_begin_header() and (not final or _HEADER.match(self._rest)):
                 return False
-            else:  # an answer without channels, as a grammar may force it
-                self._kind = "content"
-            return True
+            self._kind = "content"  # an answer without channels, as a grammar may force it
         if end := _END.search(self._rest):
-            self._add(self._rest[: end.start()])
-            self._rest, self._kind = self._rest[end.end() :], ""
+            self._add_text(self._rest[: end.start()])
+            self._rest, self._kind = self._rest[end.end() :], "header"
             if end[0] == "<|start|>":
                 self._rest = end[0] + self._rest
             return bool(self._rest)
-        known = len(self._rest) - max(overlap(self._rest, mark) for mark in _ENDS)
-        self._add(self._rest[:known])
+        known = len(self._rest) - (0 if final else overlap(self._rest, *_ENDS))
+        self._add_text(self._rest[:known])
         self._rest = self._rest[known:]
         return False
 
@@ -103,18 +69,14 @@ class HarmonyText:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix("functions.") if recipient else ""
         if name in self._tools:
-            self._kind = "call"
-            self._calls.append({"name": name, "arguments": ""})
+            self._kind = "arguments"
+            self._add("call", name)
         elif channel is None or channel[1] == "final" or (channel[1] != "analysis" and not name):
             self._kind = "content"
-            self._content += "\n" * bool(self._content)
+            self._add("content", "\n" * self._has_content)
         else:
             self._kind = "thought"
 
-    def _add(self, text: str) -> None:
-        if self._kind == "call":
-            self._calls[-1]["arguments"] += text
-        elif self._kind == "content":
-            self._content += text
-        else:
-            self._thought += text
+    def _add_text(self, text: str) -> None:
+        self._has_content |= self._kind == "content" and bool(text)
+        self._add(self._kind, text)

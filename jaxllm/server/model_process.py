@@ -7,6 +7,7 @@ outside the batch, a piece of each request in turn.
 
 import dataclasses
 import os
+import re
 import signal
 import socket
 import threading
@@ -33,7 +34,7 @@ from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 from jaxllm.server.gemma4 import open_turn
 from jaxllm.server.harmony import as_rendered
-from jaxllm.server.tools import find_marks, find_style, tool_grammar
+from jaxllm.server.tools import find_marks, find_style, find_thought_marks, tool_grammar
 
 if TYPE_CHECKING:
     from jaxllm.generation.completion import Completion, StreamChunk
@@ -46,6 +47,9 @@ IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB
 _USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
+# Options that restrain a text, and how templates read thoughts of earlier turns.
+GRAMMARS = frozenset({"json_schema", "regex", "choice", "lark", "gbnf", "grammar"})
+_READS_THOUGHTS = re.compile(r"""reasoning_content|[.'"](?:thinking|reasoning)\b""")
 _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
 
 
@@ -207,6 +211,7 @@ class ModelProcess:
             "special_tokens": special,
             "tool_style": self._tool_style,
             "special_marks": list(self._marks),
+            "thought_marks": self._thought_marks,
             "chat_template": template.source if isinstance(template, ChatTemplate) else None,
             "model": repr(lm),
         }
@@ -277,10 +282,11 @@ class ModelProcess:
         """Prepare and queue a request; its chunks are sent from the thread that decodes."""
         number, shows_tokens = frame["id"], frame.get("logprobs") is not None
         cancelled = self._cancelled[number]
-        # A call is read with its marks, which the text leaves out where they are special tokens.
-        has_thoughts = "prompt" not in frame and self._tool_style in ("harmony", "gemma4")
-        reads_marks = has_thoughts or frame.get("tools")
-        marks = {token: mark for mark, token in self._marks.items()} if reads_marks else {}
+        # Calls and thoughts are read with their marks, which the text leaves out where they are
+        # special tokens.
+        reads_all = frame.get("tools") or self._tool_style in ("harmony", "gemma4")
+        read = () if "prompt" in frame else self._marks if reads_all else self._thought_marks or ()
+        marks = {self._marks[mark]: mark for mark in read if mark in self._marks}
 
         def send_chunk(chunk: "StreamChunk") -> None:
             text = chunk.text + marks.get(chunk.token, "")
@@ -303,10 +309,11 @@ class ModelProcess:
         try:
             if cancelled.is_set():
                 raise TokenError("cancelled")
-            request = self._make_request(frame)
+            request, opened = self._make_request(frame)
             request |= {"on_chunk": send_chunk, "is_cancelled": cancelled.is_set}
+            started = {"started": True, "prompt_tokens": len(request["prompt"]), "opened": opened}
             future = self._server.submit(
-                request, on_start=lambda: self._send({"id": number, "started": True})
+                request, on_start=lambda: self._send({"id": number, **started})
             )
         except Exception as error:
             self._cancelled.pop(number, None)
@@ -335,17 +342,23 @@ class ModelProcess:
         self._trim_at = self._programs + PROGRAMS_PER_TRIM
         return_freed_memory()
 
-    def _make_request(self, frame: Frame) -> dict[str, Any]:
-        """Return the request of `LM.serve` that a frame describes."""
+    def _make_request(self, frame: Frame) -> tuple[dict[str, Any], str]:
+        """Return the request of `LM.serve` that a frame describes.
+
+        And the mark of a thought that the prompt opens, "" for none, or where a grammar restrains
+        the answer from its first token.
+        """
         from jaxllm.server.steering import read_steering
 
         options = dict(frame["options"])
         if options.get("temperature") is None and not _decides_sampling(self.lm, options):
             options["temperature"] = 1.0  # as in OpenAI's interface
+        opened = ""
         if "prompt" in frame:
             prompt = self._encode_prompt(frame["prompt"], frame.get("add_special", True))
         else:
-            prompt = self._encode_messages(frame)
+            text = self._render(frame)
+            prompt, opened = self._encode_rendered(text), self._find_opened(text, frame)
         prompt = _cut_prompt(prompt, frame.get("truncate"), self.context)
         room = self.context - len(prompt)
         if room < 1:
@@ -355,6 +368,9 @@ class ModelProcess:
         options |= self._read_token_lists(frame, options)
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
+        is_forced = frame.get("tools") and frame["tools"]["choice"] == "required"
+        if is_forced or not GRAMMARS.isdisjoint(options):
+            opened = ""
         if frame.get("tools"):
             answer = options.get("json_schema")
             options |= tool_grammar(frame["tools"], self._tool_style, self._marks, answer)
@@ -367,7 +383,17 @@ class ModelProcess:
             "prompt": prompt,
             "adapter": frame.get("adapter"),
             "namespace": frame.get("namespace", ""),
-        }
+        }, opened
+
+    def _find_opened(self, text: str, frame: Frame) -> str:
+        """Return the mark of a thought in which a rendered conversation ends, or ""."""
+        if self._thought_marks is None:
+            return ""
+        opening, closing = self._thought_marks
+        if frame.get("continues"):
+            beginning = frame["messages"][-1]["content"].lstrip()
+            return opening if beginning.startswith(opening) and closing not in beginning else ""
+        return opening if text.rstrip().endswith(opening) else ""
 
     @property
     def context(self) -> int:
@@ -376,11 +402,22 @@ class ModelProcess:
         return min(config.context_length, config.position_limit, self.capacity)
 
     @cached_property
-    def _tool_style(self) -> str:
+    def _template_source(self) -> str:
         from jaxllm.text.chat import ChatTemplate
 
         template = self.lm.chat_template
-        return find_style(template.select_source([]) if isinstance(template, ChatTemplate) else "")
+        return template.select_source([]) if isinstance(template, ChatTemplate) else ""
+
+    @cached_property
+    def _tool_style(self) -> str:
+        return find_style(self._template_source)
+
+    @cached_property
+    def _thought_marks(self) -> tuple[str, str] | None:
+        """The marks around a thought, None without them or where it has a channel."""
+        if self._tool_style in ("harmony", "gemma4"):
+            return None
+        return find_thought_marks(self._template_source, self.lm.tokenizer)
 
     @cached_property
     def _marks(self) -> dict[str, int]:
@@ -407,10 +444,10 @@ class ModelProcess:
             lists["bad_words_ids"] = [ids for ids in banned if ids]
         return lists
 
-    def _encode_messages(self, frame: Frame) -> list[int]:
+    def _encode_rendered(self, text: str) -> list[int]:
         if self.lm.tokenizer is None:
             raise TokenError("the model has no tokenizer, so it cannot chat")
-        return self.lm.tokenizer.encode(self._render(frame), parse_special=True)
+        return self.lm.tokenizer.encode(text, parse_special=True)
 
     def _render(self, frame: Frame) -> str:
         """Return a conversation as text, with an answer's beginning where one is given."""
@@ -420,6 +457,8 @@ class ModelProcess:
         messages, variables = frame["messages"], frame["variables"]
         if self._tool_style == "harmony":
             messages = list(map(as_rendered, messages))
+        elif self._thought_marks and not _READS_THOUGHTS.search(self._template_source):
+            messages = [self._put_thought(message) for message in messages]
         if not frame.get("continues"):
             text = template.render(messages, **variables)
             opens = self._tool_style == "gemma4" and variables.get("add_generation_prompt", True)
@@ -430,6 +469,15 @@ class ModelProcess:
         if _ROLE_ENDS not in text:
             raise ConfigError("the chat template does not show the last message")
         return text[: text.rindex(_ROLE_ENDS)]
+
+    def _put_thought(self, message: Frame) -> Frame:
+        """Return a message whose thought is a part of its content, as the model wrote it."""
+        thought = message.get("reasoning_content")
+        if message["role"] != "assistant" or not thought or self._thought_marks is None:
+            return message
+        opening, closing = self._thought_marks
+        content = f"{opening}\n{thought}\n{closing}\n\n{message.get('content') or ''}"
+        return {**message, "content": content}
 
     def _describe_logprobs(self, chunk: "StreamChunk") -> list[Any]:
         """Return a token's log-probability, bytes and likeliest others; whether it is text."""
@@ -464,7 +512,7 @@ class ModelProcess:
         """Return token ids, and their texts if the frame asks for pieces."""
         lm = self.lm
         if "messages" in frame:
-            tokens = self._encode_messages(frame)
+            tokens = self._encode_rendered(self._render(frame))
         elif lm.tokenizer is None:
             raise TokenError("the model has no tokenizer")
         else:

@@ -90,6 +90,7 @@ class GenerationFields(ModelFields, kw_only=True):
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # as in llama.cpp
     bad_words: list[str] = []
     stop_token_ids: list[int] = []
     truncate_prompt_tokens: Limit = None

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.server.gemma4 import Gemma4Text
-from jaxllm.server.harmony import HarmonyText
-from jaxllm.server.tools import ToolText
+from jaxllm import __version__
+from jaxllm.server.errors import ApiError
+from jaxllm.server.openai_requests import GenerationCall
+from jaxllm.server.text_reader import Part, TextReader
 
 IMPOSSIBLE = -9999.0  # stands for minus infinity, which JSON has not
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -26,98 +27,160 @@ def encode_json(value: Any) -> bytes:
     return text.translate(_LINE_ENDS).encode(errors="replace")
 
 
-class Answer:
-    """The frame around an answer's choices: id, object, time, model.
+class Writer:
+    """Writes an answer while it grows: its events, or at the end all of it.
 
-    chat: whether it answers a conversation.
+    call: the request. choices: what the model says. ends: their `done` frames, by index.
     """
 
-    def __init__(self, model: str, fingerprint: str, *, chat: bool) -> None:
-        self.chat = chat
+    ping = b": ping\n\n"
+    last_event = b"data: [DONE]\n\n"
+
+    def __init__(self, call: GenerationCall, choices: "Sequence[Choice]", model: str) -> None:
+        self.call, self.choices, self.model = call, choices, model
+        self.ends: dict[int, Json] = {}
+        self._begun = False
+
+    def read(self, index: int, frame: Mapping[str, Any]) -> Iterable[Json]:
+        """Read a choice's frame; yield the events that it makes."""
+        choice = self.choices[index]
+        if not self._begun:
+            self._begun = True
+            yield from self.begin(frame)
+        if "started" in frame:
+            choice.start(frame.get("opened", ""))
+        elif "chunk" in frame:
+            yield from self.push(choice, choice.read(frame["chunk"]))
+        elif "done" in frame:
+            choice.end(frame["done"]["finish_reason"])
+            self.ends[index] = frame["done"]
+            yield from self.end(choice)
+
+    def begin(self, frame: Mapping[str, Any]) -> Iterable[Json]:
+        """Yield the first events. frame: the first one."""
+        return ()
+
+    def push(self, choice: "Choice", parts: Sequence[Part]) -> Iterable[Json]:
+        """Yield the events of new parts."""
+        raise NotImplementedError
+
+    def end(self, choice: "Choice") -> Iterable[Json]:
+        """Yield the events of a choice's end."""
+        return ()
+
+    def finish(self) -> Iterable[Json]:
+        """Yield the last events."""
+        return ()
+
+    def fail(self, error: ApiError) -> Json:
+        """Return the event of an error."""
+        return error.body
+
+    def whole(self) -> Json:
+        """Return the answer."""
+        raise NotImplementedError
+
+
+class Answer(Writer):
+    """Writes completions, or a chat's answer."""
+
+    def __init__(
+        self, call: GenerationCall, choices: "Sequence[Choice]", model: str, *, chat: bool
+    ) -> None:
+        super().__init__(call, choices, model)
+        self._chat = chat
+        self._shows_usage = call.fields.stream_options.include_usage
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": f"jaxllm-{__version__}",
         }
 
-    @property
-    def id(self) -> str:
-        """The answer's id."""
-        return str(self._head["id"])
+    def begin(self, frame: Mapping[str, Any]) -> Iterable[Json]:
+        for choice in self.choices:
+            if self._chat:
+                yield self._chunk(choice.chat_chunk({"role": "assistant", "content": None}))
+            elif self.call.fields.echo:
+                yield self._chunk(choice.echo_chunk())
 
-    def format_answer(self, choices: Sequence[Json], usage: Json) -> Json:
-        """Return an answer that is not streamed."""
-        return {**self._head, "choices": list(choices), "usage": usage}
+    def push(self, choice: "Choice", parts: Sequence[Part]) -> Iterable[Json]:
+        return map(self._chunk, choice.chunks(parts))
 
-    def chunk(self, choices: Sequence[Json], usage: Json | None = None, **more: Any) -> Json:
-        """Return a chunk of a stream. more: `usage=None` where usage comes at the end."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        used = {} if usage is None else {"usage": usage}
-        return {**self._head, "object": kind, "choices": list(choices), **more, **used}
+    def end(self, choice: "Choice") -> Iterable[Json]:
+        if self._chat:
+            yield self._chunk(choice.chat_chunk({}, choice.finish_reason))
 
+    def finish(self) -> Iterable[Json]:
+        if self._shows_usage:
+            yield {**self._chunk(), **self._statistics()}
 
-def usage(ends: Iterable[Mapping[str, Any]], prompts: int) -> Json:
-    """Return the tokens of all choices, from their `done` frames; each prompt counts once.
+    def whole(self) -> Json:
+        choices = [choice.format_choice() for choice in self.choices]
+        return {**self._head, "choices": choices, **self._statistics()}
 
-    prompts: how many different prompts there are, each with the same number of choices.
-    """
-    ends = list(ends)
-    choices = max(1, len(ends) // max(1, prompts))
-    first = ends[::choices]
-    prompt = sum(end["prompt_tokens"] for end in first)
-    new = sum(end["completion_tokens"] for end in ends)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "seed": ends[0]["seed"] if ends else None,
-        "prompt_tokens_details": {"cached_tokens": sum(end["cached_tokens"] for end in first)},
-    }
+    def _chunk(self, *choices: Json) -> Json:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        used = {"usage": None} if self._shows_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **used}
+
+    def _statistics(self) -> Json:
+        """Return the tokens of all choices, and the times of an answer with one choice.
+
+        Each prompt counts once. The times are llama.cpp's, whose clients show them.
+        """
+        ends = [self.ends[index] for index in range(len(self.choices))]
+        prompts = len({str(frame.get("prompt")) for frame in self.call.frames})
+        first = ends[:: len(ends) // prompts]
+        prompt = sum(end["prompt_tokens"] for end in first)
+        new = sum(end["completion_tokens"] for end in ends)
+        thought = sum(choice.thought_tokens for choice in self.choices)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "seed": ends[0]["seed"],
+            "prompt_tokens_details": {"cached_tokens": sum(end["cached_tokens"] for end in first)},
+            "completion_tokens_details": {"reasoning_tokens": thought},
+        }
+        timed = len(ends) == 1 and "timings" in ends[0]
+        return {"usage": usage, **({"timings": ends[0]["timings"]} if timed else {})}
 
 
 class Choice:
-    """One choice while it grows: text, log-probabilities, tool calls.
+    """One choice while it grows: content, thought, calls of tools, log-probabilities.
 
-    logprobs: the number of likeliest tokens to show, None for no log-probabilities. tools:
-    see `GenerationCall`. style, hidden: as in `ToolText`. shows_ids: whether it has the ids of its
-    tokens.
+    reader: of the model's text. logprobs: the number of likeliest tokens to show, None for no
+    log-probabilities. shows_ids: whether it has the ids of its tokens. thought_tokens: their
+    number.
     """
 
     def __init__(
         self,
         index: int,
+        reader: TextReader | None = None,
         *,
         chat: bool,
         logprobs: int | None,
-        tools: Mapping[str, Any] | None = None,
-        style: str = "",
-        hidden: Sequence[str] = (),
         shows_ids: bool = False,
     ) -> None:
         self.index, self._chat, self._logprobs = index, chat, logprobs
-        self._reader: HarmonyText | ToolText | None = None
-        if chat and style == "harmony":
-            self._reader = HarmonyText(tools)
-        elif chat and style == "gemma4" and (tools is None or tools["choice"] != "required"):
-            self._reader = Gemma4Text(tools)
-        elif tools is not None:
-            self._reader = ToolText(tools, style, hidden)
-        self._text = self._thought = ""
-        self._calls: list[Json] = []
-        self._finish: str | None = None
+        self._reader = reader or TextReader()
+        self.text = self.thought = ""
+        self.calls: list[Json] = []
+        self.thought_tokens = 0
+        self.finish_reason: str | None = None
         self._shown: list[tuple[bytes, float, list[Any]]] = []
         self._offsets = TextOffsets()  # of the tokens in `_shown`
         self._first_shown = 0
-        self._begun = False
         self._shows_ids = shows_ids
         self._ids: list[int] = []
         self._first_id = 0
 
     def prefix(self, text: str, scored: Mapping[str, Any] | None) -> None:
         """Put an echoed prompt in front. scored: the answer of `ModelProcess` to "score"."""
-        self._text = text
+        self.text = text
         if scored is None:
             return
         for token, is_text in zip(scored["tokens"], scored["is_text"], strict=True):
@@ -126,90 +189,92 @@ class Choice:
         rows = zip(scored["tokens"][1:], scored["logprobs"], scored["top"], strict=True)
         self._shown += [(token, logprob, top) for token, logprob, top in rows]
 
-    def push(self, chunk: Sequence[Any]) -> Json | None:
-        """Add a `chunk` frame; return the choice of a stream's chunk, None if nothing is new."""
+    def start(self, opened: str) -> None:
+        """Begin. opened: the mark of a thought that the prompt ends in."""
+        if opened:
+            self._reader.open_thought()
+
+    def read(self, chunk: Sequence[Any]) -> list[Part]:
+        """Add a `chunk` frame; return the parts of the answer that are new."""
         piece, token, finish, *shown = chunk
         self._ids.append(token)
         if shown:
             self._shown.append((shown[1], shown[0], shown[2]))
             self._offsets.push(shown[1] if shown[3] else b"")
-        thought = ""
-        if self._reader is not None:
-            piece = self._reader.push(piece)
+        parts = self._reader.push(piece)
+        self.thought_tokens += self._reader.is_thinking
         if finish is not None:
-            self._finish = FINISH_REASONS[finish]
-            if self._reader is not None:
-                rest, calls = self._reader.finish()
-                piece += rest
-                self._calls = [_make_call(call, i) for i, call in enumerate(calls)]
-                self._finish = "tool_calls" if calls else self._finish
-        if self._reader is not None:
-            thought = self._reader.take_thought()
-        self._text += piece
-        self._thought += thought
-        if not (piece or thought or shown) and finish is None:
-            return None
-        if self._reader is not None and not (piece or thought) and finish is None:
-            return None
-        return self._stream_choice(piece, thought)
+            parts += self._reader.finish()
+        for kind, text in parts:
+            if kind == "content":
+                self.text += text
+            elif kind == "thought":
+                self.thought += text
+            elif kind == "call":
+                self.calls.append(_make_call(text, len(self.calls)))
+            else:
+                self.calls[-1]["function"]["arguments"] += text
+        if finish is not None:
+            self.end(finish)
+        if not parts and (shown or finish is not None):
+            return [Part("content", "")]  # has the log-probabilities, ids or the reason
+        return parts
 
     def end(self, reason: str) -> None:
-        """Set why it ended, for an end without a chunk (a cancelled request)."""
-        self._finish = self._finish or FINISH_REASONS[reason]
+        """Set why it ended. A call that the limit of tokens may have cut off ends by that."""
+        said = "tool_calls" if self.calls and reason != "length" else FINISH_REASONS[reason]
+        self.finish_reason = self.finish_reason or said
 
     def echo_chunk(self) -> Json:
         """Return the choice of a stream's chunk with the echoed prompt."""
-        return self._stream_choice(self._text)
+        return self._text_chunk(self.text)
 
-    def end_chunks(self) -> list[Json]:
-        """Return the last choices of a chat's stream: calls of tools, then the reason of its end.
+    def chunks(self, parts: Sequence[Part]) -> Iterable[Json]:
+        """Return the choices of a stream's chunks for parts that `read` returned.
 
         A call's name comes before its arguments, and both before the reason: OpenAI's client
         reports a call as complete only where something follows it.
         """
-        deltas: list[Json] = []
-        for call in self._calls:
-            function = call["function"]
-            begun = {**call, "function": {**function, "arguments": ""}}
-            rest = {"index": call["index"], "function": {"arguments": function["arguments"]}}
-            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
-        return [
-            {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
-            for delta, reason in [*((delta, None) for delta in deltas), ({}, self._finish)]
-        ]
+        index = len(self.calls) - sum(kind == "call" for kind, _ in parts) - 1
+        for kind, text in parts:
+            if not self._chat:
+                yield self._text_chunk(text)
+            elif kind in ("content", "thought"):
+                yield self.chat_chunk(
+                    {"content" if kind == "content" else "reasoning_content": text}
+                )
+            elif kind == "call":
+                index += 1
+                begun = {**self.calls[index], "function": {"name": text, "arguments": ""}}
+                yield self.chat_chunk({"tool_calls": [begun]})
+            else:
+                rest = {"index": index, "function": {"arguments": text}}
+                yield self.chat_chunk({"tool_calls": [rest]})
 
-    def role_chunk(self) -> Json:
-        """Return the first choice of a chat's stream."""
-        return {"index": self.index, "delta": {"role": "assistant", "content": None},
-                "logprobs": None, "finish_reason": None}  # fmt: skip
+    def chat_chunk(self, delta: Json, reason: str | None = None) -> Json:
+        """Return a choice of a chat's stream."""
+        return {"index": self.index, "delta": delta, "logprobs": self._take_logprobs(),
+                "finish_reason": reason, **self._take_ids()}  # fmt: skip
 
     def format_choice(self) -> Json:
         """Return the finished choice."""
         self._first_shown = self._first_id = 0
-        logprobs, ids = self._take_logprobs(), self._take_ids()
         if not self._chat:
-            return {"index": self.index, "text": self._text, "logprobs": logprobs,
-                    "finish_reason": self._finish, **ids}  # fmt: skip
-        content = None if self._calls and not self._text else self._text
+            return self._text_chunk(self.text)
+        content = None if self.calls and not self.text else self.text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if self._thought:
-            message["reasoning_content"] = self._thought
-        if self._calls:
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        if self.calls:
             message["tool_calls"] = [
-                {k: v for k, v in c.items() if k != "index"} for c in self._calls
+                {k: v for k, v in call.items() if k != "index"} for call in self.calls
             ]
-        return {"index": self.index, "message": message, "logprobs": logprobs,
-                "finish_reason": self._finish, **ids}  # fmt: skip
+        return {"index": self.index, "message": message, "logprobs": self._take_logprobs(),
+                "finish_reason": self.finish_reason, **self._take_ids()}  # fmt: skip
 
-    def _stream_choice(self, piece: str, thought: str = "") -> Json:
-        logprobs, ids = self._take_logprobs(), self._take_ids()
-        if not self._chat:
-            return {"index": self.index, "text": piece, "logprobs": logprobs,
-                    "finish_reason": self._finish, **ids}  # fmt: skip
-        delta = {"content": piece} if piece or not thought else {}
-        delta |= {"reasoning_content": thought} if thought else {}
-        return {"index": self.index, "delta": delta, "logprobs": logprobs,
-                "finish_reason": None, **ids}  # fmt: skip
+    def _text_chunk(self, piece: str) -> Json:
+        return {"index": self.index, "text": piece, "logprobs": self._take_logprobs(),
+                "finish_reason": self.finish_reason, **self._take_ids()}  # fmt: skip
 
     def _take_ids(self) -> Json:
         """Return the token ids that were not returned before, as a choice's field."""
@@ -234,7 +299,7 @@ class Choice:
             "tokens": texts,
             "token_logprobs": [None if lp != lp else _number(lp) for _, lp, _ in new],
             "top_logprobs": [_top(*item, self._logprobs) for item in new],
-            "text_offset": self._offsets.within(self._text, first),
+            "text_offset": self._offsets.within(self.text, first),
         }
 
 
@@ -259,9 +324,15 @@ class TextOffsets:
         return [max(0, min(at - dropped, len(text))) for at in self._offsets[first:]]
 
 
-def _make_call(call: Json, index: int) -> Json:
+def _make_call(name: str, index: int) -> Json:
     """Return a call with an id that every template accepts: Mistral's want nine characters."""
-    return {"index": index, "id": secrets.token_hex(5)[:9], "type": "function", "function": call}
+    function = {"name": name, "arguments": ""}
+    return {
+        "index": index,
+        "id": secrets.token_hex(5)[:9],
+        "type": "function",
+        "function": function,
+    }
 
 
 def _chat_token(token: bytes, logprob: float, top: Sequence[Any], count: int) -> Json:

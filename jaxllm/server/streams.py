@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jaxllm.server.errors import ApiError
 from jaxllm.server.limits import Receive, Scope, Send
-from jaxllm.server.openai_responses import encode_json
+from jaxllm.server.openai_responses import Writer, encode_json
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -19,14 +19,17 @@ STREAM_HEADERS = {
 
 
 class EventStream(Response):
-    """Server-sent events; the generator is closed when the client leaves."""
+    """Server-sent events; the generator is closed when the client leaves.
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    writer: Says how an error and the end are written.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes], writer: Writer) -> None:
         super().__init__()
-        self._events = events
+        self._events, self._writer = events, writer
 
     @classmethod
-    async def open(cls, events: AsyncGenerator[bytes]) -> "EventStream":
+    async def open(cls, events: AsyncGenerator[bytes], writer: Writer) -> "EventStream":
         """Return the response once the first event, an empty one, is there.
 
         So an error before it still has a status.
@@ -36,7 +39,7 @@ class EventStream(Response):
         except BaseException:
             await events.aclose()
             raise
-        return cls(events)
+        return cls(events, writer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, or stop where the client leaves."""
@@ -57,10 +60,9 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except ApiError as error:
-            await send(
-                {"type": "http.response.body", "body": format_event(error.body), "more_body": True}
-            )
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            event = format_event(self._writer.fail(error))
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": self._writer.last_event})
 
 
 async def unless_gone(request: Request, work: Any) -> Any:
@@ -84,4 +86,6 @@ async def wait_until_gone(receive: Receive) -> None:
 
 
 def format_event(body: dict[str, Any]) -> bytes:
-    return b"data: " + encode_json(body) + b"\n\n"
+    """Return an event, whose name is its type where it has one."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return name.encode() + b"data: " + encode_json(body) + b"\n\n"

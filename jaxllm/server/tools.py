@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from jaxllm.server.text_reader import THOUGHT_MARKS, TextReader, overlap
+
 Tool = Mapping[str, Any]
 Call = dict[str, str]  # name, and arguments as JSON text
 Found = tuple[list[Call], int]  # calls, and where their text ends
@@ -20,19 +22,25 @@ Found = tuple[list[Call], int]  # calls, and where their text ends
 # What calls and thoughts begin and end with: ordinary tokens, special ones, or letters.
 MARKS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]",
          "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>",
-         "<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+         *(mark for pair in THOUGHT_MARKS for mark in pair), "<|start|>", "<|channel|>",
+         "<|message|>", "<|constrain|>",
          "<|end|>", "<|call|>", "<|return|>", "<|channel>", "<channel|>", "<|tool_call>",
          "<tool_call|>", '<|"|>')  # fmt: skip
 _BEGINS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "<function=",
            "<|tool_call_start|>")  # fmt: skip
 _BEGIN = re.compile("|".join(map(re.escape, _BEGINS)))
-_BEGIN_OR_THOUGHT = re.compile(f"{_BEGIN.pattern}|</?think>")
-_THOUGHT = re.compile(r"\s*<think>")
 _SPACE = re.compile(r"\s*")
-_END = re.compile(r"\s*(?:</tool_call>|<\|/tool_call\|>|<\|tool_call_end\|>)")
+_ENDS = ("</tool_call>", "<|/tool_call|>", "<|tool_call_end|>")
+_END = re.compile(r"\s*(?:" + "|".join(map(re.escape, _ENDS)) + ")")
 _BETWEEN = re.compile(r"\s*[;,]?\s*(?=\{)")  # two objects
+_CLOSED = re.compile(rf"[\s;,\]}}]*({_END.pattern})?")
+# A call as an object, up to its arguments.
+_OBJECT = re.compile(
+    r"""\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,"""
+    r"""\s*"(?:arguments|parameters)"\s*:\s*(?=\{)"""
+)
 _MAY_CALL = re.compile(r"\s*(?:$|[\[{]|<(?:f|$)|[\w.-]+\s*(?:$|[\[{.(]))")
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _BUILT_IN = re.compile(r"([\w-]+)\.call\(\s*")
 _NEXT_CALL = re.compile(r"\s*;\s*")
 _KEYWORD = re.compile(r"(\w+)\s*=\s*")
@@ -96,6 +104,16 @@ def find_marks(tokenizer: Any) -> dict[str, int]:
     special = () if tokenizer is None else tokenizer.special_ids
     names = {tokenizer.token(token): token for token in special}
     return {name: names[name] for name in MARKS if name in names}
+
+
+def find_thought_marks(template: str, tokenizer: Any) -> tuple[str, str] | None:
+    """Return those of `THOUGHT_MARKS` that a chat template shows, or that are tokens; or None."""
+    for marks in THOUGHT_MARKS:
+        if marks[1] in template:
+            return marks
+        if tokenizer is not None and None not in map(tokenizer.id, marks):
+            return marks
+    return None
 
 
 def tool_schema(tools: Sequence[Tool], key: str = "arguments") -> dict[str, Any]:
@@ -199,95 +217,116 @@ def _harmony_call(
     return "\n".join(rules)
 
 
-class ToolText:
-    """Splits a text that grows into content and calls.
+class ToolText(TextReader):
+    """Splits a text into content and calls.
+
+    The arguments of an object are read as they are written. Other forms are read at the end.
 
     asked: as in `tool_grammar`. style: of the template. hidden: marks that are special tokens,
     which are no content.
     """
 
     def __init__(self, asked: Mapping[str, Any], style: str, hidden: Sequence[str] = ()) -> None:
-        self._tools = {tool["function"]["name"]: tool for tool in asked["tools"]}
-        self._forced, self._parallel = asked["choice"] == "required", asked["parallel"]
-        self._bare, self._hidden = style == "llama", hidden
-        self._text, self._sent = "", 0
+        super().__init__(asked)
+        self._forced, self._hidden = asked["choice"] == "required", hidden
+        self._kind = "call" if self._forced or style == "llama" else "content"
+        self._mark = ""  # of the call that begins
+        self._json, self._in_object = _JsonText(), True  # the arguments, and what is around them
+        self._has_content = self._follows_call = False
 
-    def push(self, piece: str) -> str:
-        """Add text; return what is now surely content."""
-        self._text += piece
-        if self._forced or (self._bare and not self._sent and self._text.lstrip()[:1] in ("", "{")):
-            return ""
-        return self._take(self._content_end())
+    def _advance(self, final: bool) -> bool:
+        if self._kind == "content":
+            return self._read_content(final)
+        if self._kind == "call":
+            return self._begin_call(final)
+        if self._kind == "end":
+            return self._end_call(final)
+        count, text = self._json.read(self._rest)
+        self._rest = self._rest[count:]
+        if self._kind == "arguments":
+            self._add("arguments", text)
+        if not self._json.is_complete:
+            return False
+        has_more = self._kind == "arguments" and self._in_object
+        self._kind, self._json = "object" if has_more else "end", _JsonText(depth=1)
+        return True
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """Return the rest of the content, and the calls. Space beside a call is no content."""
-        if self._forced:
-            with suppress(ValueError, RecursionError):
-                return "", [_as_call(_JSON.decode(self._text))]
-            return self._text, []
-        places = self._find_calls()
-        if not places:
-            return self._take(len(self._text)), []
-        calls = [call for _, _, calls in places for call in calls]
-        said, content = bool(self._text[: self._sent].strip()), self._take(places[0][0]).rstrip()
-        begins = [*(begin for begin, _, _ in places[1:]), None]
-        for (_, end, _), begin in zip(places, begins, strict=True):
-            between = self._show(self._text[end:begin]).strip()
-            content += "\n" * bool(between and (said or content)) + between
-        return content, calls if self._parallel else calls[:1]
+    def _read_content(self, final: bool) -> bool:
+        """Read up to what may begin a call, with the space before it."""
+        mark = _BEGIN.search(self._rest)
+        known = len(self._rest) - (0 if final else overlap(self._rest, *_BEGINS, *self._hidden))
+        known = mark.start() if mark else known
+        if mark or not final or self._follows_call:
+            known = len(self._rest[:known].rstrip())
+        self._say(self._rest[:known])
+        self._rest = self._rest[known:]
+        if mark:
+            self._kind, self._mark = "call", mark[0]
+        return mark is not None
 
-    def take_thought(self) -> str:
-        """Return nothing: thoughts in `<think>` are content."""
-        return ""
+    def _begin_call(self, final: bool) -> bool:
+        """Read a call up to its arguments, at the end all of it; or find that it is none."""
+        text, at = self._rest, self._rest.find(self._mark) + len(self._mark)
+        found = _OBJECT.match(text, at)
+        self._in_object = found is not None
+        if found is None and self._mark:
+            found = _NAMED.match(text, at)
+        if found is not None:
+            if self._is_named(found[1]):
+                self._add("call", found[1])
+                self._rest, self._kind, self._json = text[found.end() :], "arguments", _JsonText()
+                return True
+        elif not final and self._may_call(at):
+            return False
+        elif final and (read := self._read_calls(self._mark, at - len(self._mark))):
+            for call in read[0]:
+                self._add("call", call["name"])
+                self._add("arguments", call["arguments"])
+            self._rest, self._kind, self._follows_call = text[read[1] :], "content", True
+            return True
+        self._say(text[:at])
+        self._rest, self._kind = text[at:], "content"
+        return True
 
-    def _take(self, end: int) -> str:
-        """Return the content that was not sent before, up to a place."""
-        begin, self._sent = self._sent, max(end, self._sent)
-        return self._show(self._text[begin:end])
+    def _may_call(self, at: int) -> bool:
+        """Return whether a call may begin after a mark."""
+        if self._mark in ("<function=", "<|python_tag|>") or self._forced:
+            return True
+        if self._mark:
+            return _MAY_CALL.match(self._rest, at) is not None
+        return self._rest.lstrip()[:1] in ("", "{")
 
-    def _show(self, text: str) -> str:
+    def _is_named(self, name: str) -> bool:
+        """Return whether this is a call, where a mark says so or by its name."""
+        return bool(self._mark or self._num_calls) or name in self._tools
+
+    def _end_call(self, final: bool) -> bool:
+        """Read what is between two calls, or behind the last one."""
+        if (between := _BETWEEN.match(self._rest)) is not None:
+            self._rest, self._kind, self._mark = self._rest[between.end() :], "call", ""
+            return True
+        closed = _CLOSED.match(self._rest)
+        assert closed is not None  # it matches nothing, too
+        behind = self._rest[closed.end() :]
+        if not (final or closed[1]) and len(behind) == overlap(behind, *_ENDS):
+            return False
+        self._rest, self._kind, self._follows_call = behind, "content", True
+        return True
+
+    def _say(self, text: str) -> None:
+        """Add content. Space beside a call is none."""
         for mark in self._hidden:
             text = text.replace(mark, "")
-        return text
-
-    def _content_end(self) -> int:
-        """Return where what may be a call begins, with the space before it."""
-        text, begin = self._text, self._sent
-        if _THOUGHT.match(text):
-            closed = text.find("</think>")
-            if closed < 0:
-                return len(text)
-            begin = max(begin, closed)
-        for mark in _BEGIN.finditer(text, begin):
-            if mark[0] in ("<function=", "<|python_tag|>") or _MAY_CALL.match(text, mark.end()):
-                end = mark.start()
-                break
-        else:
-            end = len(text) - max(overlap(text, begin) for begin in _BEGINS)
-        return len(text[:end].rstrip())
-
-    def _find_calls(self) -> list[tuple[int, int, list[Call]]]:
-        """Return where calls begin and end, and the calls; a thought contains none."""
-        text, at, places = self._text, 0, list[tuple[int, int, list[Call]]]()
-        if self._bare and (bare := self._read_calls("", 0)):
-            calls, at = bare
-            places.append((0, at, calls))
-        while mark := _BEGIN_OR_THOUGHT.search(text, at):
-            at = mark.end()
-            if mark[0] == "</think>":  # the prompt opened it
-                places.clear()
-            elif mark[0] == "<think>":
-                if not text[: mark.start()].strip():
-                    closed = text.find("</think>", at)
-                    at = len(text) if closed < 0 else closed + len("</think>")
-            elif read := self._read_calls(mark[0], mark.start()):
-                calls, at = read
-                places.append((mark.start(), at, calls))
-        return places
+        if self._follows_call:
+            text = text.lstrip()
+            text = "\n" * bool(text and self._has_content) + text
+        if text.strip():
+            self._has_content, self._follows_call = True, False
+        self._add("content", text)
 
     def _read_calls(self, mark: str, at: int) -> Found | None:
         """Return the calls after a mark, None if there are none."""
-        text = self._text
+        text = self._rest
         if mark != "<function=":
             at = _after(_SPACE, text, at + len(mark))
         try:
@@ -299,7 +338,7 @@ class ToolText:
                 calls, end = _read_python_calls(body[0]), body.end()
             elif text.startswith(("{", "["), at):
                 calls, end = _read_objects(text, at)
-                if not mark and not all(call["name"] in self._tools for call in calls):
+                if not all(self._is_named(call["name"]) for call in calls):
                     return None  # an answer in JSON
             elif mark and (named := _NAMED.match(text, at)):
                 arguments, end = _JSON.raw_decode(text, named.end())
@@ -314,7 +353,7 @@ class ToolText:
 
     def _read_functions(self, at: int) -> Found:
         """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`."""
-        text, calls = self._text, []
+        text, calls = self._rest, []
         while function := _FUNCTION.match(text, at):
             at, arguments = function.end(), {}
             schema = _parameters(self._tools.get(function[1], {"function": {}}))
@@ -329,11 +368,13 @@ class ToolText:
                 raise ValueError("the function is not closed")
             at += len("</function>")
             calls.append(_as_call({"name": function[1], "arguments": arguments}))
+        if not calls:
+            raise ValueError("the function has no name")
         return calls, at
 
     def _read_built_in(self, at: int) -> Found:
         """Read `NAME.call(KEY=VALUE, ...); ...`, or code for a tool that is an interpreter."""
-        text, code, calls = self._text, self._text[at:], list[Call]()
+        text, code, calls = self._rest, self._rest[at:], list[Call]()
         if not _BUILT_IN.match(text, at):
             name = next(name for name in (*_INTERPRETERS, None) if name in (*self._tools, None))
             if name is None:
@@ -351,6 +392,38 @@ class ToolText:
             end = at + 1
             at = _after(_NEXT_CALL, text, end)
         return calls, end
+
+
+class _JsonText:
+    """Follows an object of JSON, which models write with line ends within strings.
+
+    depth: How many brackets are open. is_complete: Whether all of them were closed, or a "<" where
+    JSON has none shows that the object ends without.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self.is_complete, self._depth = False, depth
+        self._in_string = self._is_escaped = False
+
+    def read(self, text: str) -> tuple[int, str]:
+        """Return how many characters of a text belong to the object, and these as JSON."""
+        shown = list[str]()
+        for at, char in enumerate(text):
+            if self._in_string:
+                char = json.dumps(char)[1:-1] if char < " " else char
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == "<":
+                self.is_complete = True
+                return at, "".join(shown)
+            else:
+                self._in_string = char == '"'
+                self._depth += (char in "{[") - (char in "}]")
+                self.is_complete = char in "}]" and not self._depth
+            shown.append(char)
+            if self.is_complete:
+                return at + 1, "".join(shown)
+        return len(text), "".join(shown)
 
 
 def _read_objects(text: str, at: int) -> Found:
@@ -468,9 +541,3 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Return where a pattern's match at a place ends, the place itself if there is none."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that could begin `mark`."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

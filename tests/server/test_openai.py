@@ -209,14 +209,15 @@ def test_tools_are_called(client: Any) -> None:
     (call,) = whole.message.tool_calls
     assert call.function.name in ("paint", "wait") and re.fullmatch("[0-9a-f]{9}", call.id)
     named: Any = {"type": "function", "function": {"name": "paint"}}
-    *_, begun, rest, last = (
+    *pieces, last = (
         chunk.choices[0]
         for chunk in client.chat.completions.create(**request, tool_choice=named, stream=True)
     )
     assert last.finish_reason == "tool_calls" and last.delta.tool_calls is None
-    (call,), (piece,) = begun.delta.tool_calls, rest.delta.tool_calls
+    call, *rest = (call for piece in pieces for call in piece.delta.tool_calls or ())
     assert (call.function.name, call.function.arguments, call.index) == ("paint", "", 0)
-    call.function.arguments += piece.function.arguments
+    assert len(rest) > 1 and {(piece.index, piece.id) for piece in rest} == {(0, None)}
+    call.function.arguments += "".join(piece.function.arguments for piece in rest)
     assert json.loads(call.function.arguments)["color"] in ("red", "blue")
     plain = client.chat.completions.create(**request, tool_choice="none")
     assert plain.choices[0].message.tool_calls is None

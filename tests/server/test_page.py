@@ -125,13 +125,11 @@ def test_completion_returns_token_ids(server: RunningServer, lm: LM) -> None:
 def test_choice_returns_ids_within_a_character() -> None:
     """A token in the middle of a character makes no chunk: the next chunk has its id."""
     choice = Choice(0, chat=False, logprobs=None, shows_ids=True)
-    assert choice.push(["", 5, None]) is None
-    chunk = choice.push(["é", 6, None])
-    assert chunk is not None
-    assert chunk["token_ids"] == [5, 6]
-    end = choice.push(["!", 7, "length"])
-    assert end is not None
-    assert end["token_ids"] == [7]
+    found = [
+        [chunk["token_ids"] for chunk in choice.chunks(choice.read(piece))]
+        for piece in (["", 5, None], ["é", 6, None], ["!", 7, "length"])
+    ]
+    assert found == [[], [[5, 6]], [[7]]]
     assert choice.format_choice()["token_ids"] == [5, 6, 7]
 
 

@@ -1,6 +1,8 @@
 """Calls of tools in the text of models: every published form, as their model cards show it."""
 
 import json
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from jaxllm.grammar import Grammar
 from jaxllm.server.gemma4 import Gemma4Text, open_turn
 from jaxllm.server.harmony import HarmonyText, as_rendered
 from jaxllm.server.openai_requests import read_conversation
-from jaxllm.server.tools import FORMS, ToolText, find_style, tool_grammar
+from jaxllm.server.text_reader import TextReader, ThoughtText
+from jaxllm.server.tools import FORMS, ToolText, find_style, find_thought_marks, tool_grammar
 from jaxllm.text import ChatTemplate
 
 PARAMETERS = {
@@ -22,6 +25,7 @@ TOOLS = [
     for name in ("weather", "time")
 ]
 ASKED = {"tools": TOOLS, "choice": "auto", "parallel": True}
+THINK = ("<think>", "</think>")
 CALL, CITY = ("weather", {"city": "Bonn"}), '{"city": "Bonn"}'
 BOTH = [CALL, ("time", {"city": "Ulm", "days": 2})]
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
@@ -63,9 +67,9 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
       for value in ("</function>1", "see <parameter=x> here", "a\n\nb\n")),
     ("parameters", "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n<parameter=exact>\n"
      "True\n</function>\n</tool_call>", "", [("weather", {"city": "Bonn", "exact": True})]),
-    ("parameters", "Hm, <tool_call>?\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n"
+    ("parameters", "<think>Hm, <tool_call>?\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n"
      "<parameter=city>\n5\n</parameter>\n<parameter=near>\n{'Ulm': True, \"n\": [1]}\n</parameter>"
-     "\n</function>\n</tool_call>", "Hm, <tool_call>?\n</think>\n\nI look.",
+     "\n</function>\n</tool_call>", "<think>Hm, <tool_call>?\n</think>\n\nI look.",
      [("weather", {"city": "5", "near": {"Ulm": True, "n": [1]}})]),
     ("python", 'I look. <|tool_call_start|>[weather(city="Bonn"), time(city=\'Ulm\', days=2)]'
      "<|tool_call_end|>Wait.", "I look.\nWait.", BOTH),
@@ -81,12 +85,36 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
 ]  # fmt: skip
 
 
+def read_parts(reader: TextReader, pieces: Iterable[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the content, the thought, and the calls of a text that comes in pieces."""
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    said = {
+        kind: "".join(text for k, text in parts if k == kind) for kind in ("content", "thought")
+    }
+    calls = list[tuple[str, str]]()
+    for kind, text in parts:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return said["content"], said["thought"], calls
+
+
+def cut(text: str, step: int) -> list[str]:
+    return [text[i : i + step] for i in range(0, len(text), step)]
+
+
+def read_json(reader: TextReader, pieces: Iterable[str]) -> tuple[str, str, list[Any]]:
+    content, thought, calls = read_parts(reader, pieces)
+    return content, thought, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
 def read(text: str, step: int, style: str, **changes: Any) -> tuple[str, list[Any]]:
     """Return the content and the calls of a text that comes in pieces of `step` characters."""
-    reader = ToolText({**ASKED, **changes}, style)
-    content = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
-    rest, calls = reader.finish()
-    return content + rest, [(call["name"], json.loads(call["arguments"])) for call in calls]
+    reader = ThoughtText(ToolText({**ASKED, **changes}, style), THINK, separates=False)
+    content, thought, calls = read_json(reader, cut(text, step))
+    assert not thought
+    return content, calls
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -168,12 +196,7 @@ def test_channels_of_harmony_are_split(case: int) -> None:
     """Whole or in pieces, content, thought and calls are apart; unknown recipients are thought."""
     text, content, thought, calls = HARMONY[case]
     for step in (len(text), 1, 3, 7):
-        reader = HarmonyText(ASKED)
-        found = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
-        rest, read_calls = reader.finish()
-        assert (found + rest, reader.take_thought()) == (content, thought)
-        pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
-        assert pairs == calls
+        assert read_json(HarmonyText(ASKED), cut(text, step)) == (content, thought, calls)
 
 
 def test_prompt_of_gemma_4_ends_in_the_models_turn() -> None:
@@ -189,7 +212,7 @@ WEATHER = f"<|tool_call>call:weather{{city:{Q}Bonn{Q}}}<tool_call|>"
 ULM = f"<|tool_call>call:time{{city:{Q}Ulm{Q},days:2}}<tool_call|>"
 ODD = (f'<|tool_call>call:f{{a:[{Q}}},"<tool_call|>\n{Q},-1.5e3,{{}}], {Q}b c{Q}:{{d e:null}},'
        f"g:true,h:[]}}<tool_call|>")  # fmt: skip
-NO_JSON = "<|tool_call>call:weather{city:Bonn}<tool_call|>"
+WORD = "<|tool_call>call:weather{city:Bonn}<tool_call|>"
 # text, content, thought, calls
 GEMMA_4: list[tuple[str, str, str, list[Any]]] = [
     ("Hello.\n", "Hello.\n", "", []),
@@ -206,7 +229,8 @@ GEMMA_4: list[tuple[str, str, str, list[Any]]] = [
      "Hello.", "", []),
     (f"<|channel>thought\nI could {WEATHER} now", "", f"I could {WEATHER} now", []),
     (f"<|channel>{'a' * 40}<channel|>b < c", "b < c", "a" * 40, []),
-    *((text, text, "", []) for text in (NO_JSON, "<|tool_call>f(x=1)<tool_call|>", '{"x": 1}')),
+    (WORD, "", "", [CALL]),
+    *((text, text, "", []) for text in ("<|tool_call>f(x=1)<tool_call|>", '{"x": 1}')),
 ]  # fmt: skip
 
 
@@ -215,14 +239,101 @@ def test_channels_of_gemma_4_are_split(case: int) -> None:
     """Whole or in pieces, content, thought and calls are apart; what is no call is content."""
     text, content, thought, calls = GEMMA_4[case]
     for step in (len(text), 1, 3, 7):
-        reader = Gemma4Text(ASKED)
-        found = "".join(reader.push(text[i : i + step]) for i in range(0, len(text), step))
-        rest, read_calls = reader.finish()
-        assert (found + rest, reader.take_thought()) == (content, thought)
-        pairs = [(call["name"], json.loads(call["arguments"])) for call in read_calls]
-        assert pairs == calls
-    without = Gemma4Text(None)
-    assert without.push(WEATHER) + without.finish()[0] == WEATHER
+        assert read_json(Gemma4Text(ASKED), cut(text, step)) == (content, thought, calls)
+    assert read_parts(Gemma4Text(), [WEATHER]) == (WEATHER, "", [])
+
+
+# The reader of each form, for which some of its texts are.
+READERS: list[tuple[Callable[[], TextReader], str]] = [
+    *((lambda s=style: ThoughtText(ToolText(ASKED, s), THINK, separates=True), text)  # type: ignore[misc]
+      for style, text, _, _ in CASES),
+    *((lambda: HarmonyText(ASKED), text) for text, *_ in HARMONY),
+    *((lambda: Gemma4Text(ASKED), text) for text, *_ in GEMMA_4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(READERS)))
+def test_stream_adds_up_to_whole_answer(case: int) -> None:
+    """However a text is cut, and where a limit ends it, the parts add up to the same answer."""
+    make, text = READERS[case]
+    draw = random.Random(case)
+    for end in (len(text), *draw.choices(range(len(text)), k=6)):
+        whole = read_parts(make(), [text[:end]])
+        for _ in range(4):
+            cuts = sorted(draw.choices(range(end + 1), k=draw.randrange(12)))
+            ends = zip([0, *cuts], [*cuts, end], strict=True)
+            assert read_parts(make(), [text[a:b] for a, b in ends]) == whole
+
+
+def test_arguments_are_streamed_as_they_are_written() -> None:
+    """The name comes before the arguments, of which each piece is there at once."""
+    for reader, begin, written, shown in (
+        (ToolText(ASKED, "hermes"), '<tool_call>{"name": "weather", "arguments": ', '{"a": "b',
+         '{"a": "b'),
+        (ToolText({**ASKED, "choice": "required"}, ""), '{"name": "weather", "arguments": ',
+         '{"a": "b', '{"a": "b'),
+        (HarmonyText(ASKED), "<|channel|>commentary to=functions.weather<|message|>", '{"a": "b',
+         '{"a": "b'),
+        (Gemma4Text(ASKED), "<|tool_call>call:weather", "{a:" + Q + "b", '{"a": "b'),
+    ):  # fmt: skip
+        before = reader.push(begin)
+        after = [part for char in written for part in reader.push(char)]
+        assert [kind for kind, _ in before + after][:2] == ["call", "arguments"]
+        assert "".join(text for kind, text in after if kind == "arguments") == shown
+        assert reader.finish() == []  # a limit cut it off
+
+
+def test_arguments_of_objects_are_json() -> None:
+    """Models write line ends within strings, JSON within a string, and one bracket too many."""
+    for written, arguments in (
+        ('{"a": "b\n\\"}c"}}', {"a": 'b\n"}c'}),
+        ('"{\\"a\\": 1}"}', {"a": 1}),
+        ('{"a": [{}]}, "id": {"x": "}"}}', {"a": [{}]}),
+        ('{"a": 1}}}', {"a": 1}),
+    ):
+        text = f'<tool_call>{{"name": "weather", "arguments": {written}</tool_call>'
+        for step in (1, len(text)):
+            assert read(text, step, "hermes") == ("", [("weather", arguments)])
+
+
+THOUGHTS = [
+    ("<think>\nHm.\n</think>\n\nYes.\n", "Yes.\n", "Hm."),
+    ("\n<think>Hm. </thin> </think>Yes.", "Yes.", "Hm. </thin>"),
+    ("<think>\n\n</think>\n\nYes.", "Yes.", ""),
+    ("<think>Hm. <", "", "Hm. <"),
+    ("A <think> is a mark.</think>", "A <think> is a mark.</think>", ""),
+    ("<th", "<th", ""),
+    (" Yes.", " Yes.", ""),
+]
+
+
+@pytest.mark.parametrize("case", range(len(THOUGHTS)))
+def test_thoughts_are_split_off(case: int) -> None:
+    """No piece has a part of a mark; what the prompt opens is a thought from the beginning."""
+    text, content, thought = THOUGHTS[case]
+    for step in (1, 3, len(text)):
+        reader = ThoughtText(TextReader(), THINK, separates=True)
+        assert read_parts(reader, cut(text, step)) == (content, thought, [])
+        reader = ThoughtText(TextReader(), THINK, separates=False)
+        assert read_parts(reader, cut(text, step)) == (text, "", [])
+        if text.lstrip().startswith("<think>"):
+            reader = ThoughtText(TextReader(), THINK, separates=True)
+            reader.open_thought()
+            opened = cut(text.lstrip().removeprefix("<think>"), step)
+            assert read_parts(reader, opened) == (content, thought, [])
+
+
+def test_marks_of_thoughts_are_found() -> None:
+    """A template shows them, or the vocabulary has both as tokens."""
+    assert find_thought_marks("{{ '<think>\\n\\n</think>' }}", None) == THINK
+    assert find_thought_marks("[THINK]{{ x }}[/THINK]", None) == ("[THINK]", "[/THINK]")
+
+    class Vocabulary:
+        def id(self, token: str) -> int | None:
+            return {"<seed:think>": 5, "</seed:think>": 6, "<think>": 7}.get(token)
+
+    assert find_thought_marks("plain", Vocabulary()) == ("<seed:think>", "</seed:think>")
+    assert find_thought_marks("plain", None) is None
 
 
 def test_required_call_of_harmony_fits_its_schema() -> None:
