@@ -27,9 +27,11 @@ from jaxllm.server.backend import ServerBackend, ServerSettings, json_response, 
 from jaxllm.server.errors import ApiError, invalid
 from jaxllm.server.generation_routes import GenerationRoutes
 from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, Send
+from jaxllm.server.messages_api import MessagesRoutes
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_requests import ModelFields, check_fields, is_prompt, read_conversation
+from jaxllm.server.responses_api import ResponsesRoutes
 from jaxllm.server.streams import unless_gone
 from jaxllm.server.vector_routes import VectorRoutes
 
@@ -41,11 +43,6 @@ PAGE_HEADERS = {
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-}
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
 }
 STATS_SECONDS = 0.5
 
@@ -119,6 +116,8 @@ class _Api:
     def __init__(self, client: ModelClient, settings: ServerSettings) -> None:
         self._backend = backend = ServerBackend(client, settings)
         self._generation, self._vectors = GenerationRoutes(backend), VectorRoutes(backend)
+        self._responses = ResponsesRoutes(self._generation)
+        self._messages = MessagesRoutes(self._generation)
         self._created = int(time.time())
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
@@ -128,6 +127,7 @@ class _Api:
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._metrics),
             ("/version", "GET", self._version),
+            ("/props", "GET", self._props),
             ("/tokenizer_info", "GET", self._tokenizer_info),
             ("/tokenize", "POST", self._tokenize),
             ("/detokenize", "POST", self._detokenize),
@@ -141,6 +141,11 @@ class _Api:
                 (f"{prefix}/completions", "POST", text),
                 (f"{prefix}/chat/completions", "POST", chat),
                 (f"{prefix}/chat/completions/input_tokens", "POST", self._input_tokens),
+                (f"{prefix}/responses", "POST", self._responses.create),
+                (f"{prefix}/responses/{{name}}", "GET", self._responses.retrieve),
+                (f"{prefix}/responses/{{name}}", "DELETE", self._responses.delete),
+                (f"{prefix}/messages", "POST", self._messages.create),
+                (f"{prefix}/messages/count_tokens", "POST", self._messages.count),
                 (f"{prefix}/embeddings", "POST", self._vectors.embeddings),
                 (f"{prefix}/rerank", "POST", self._vectors.rerank),
             ]
@@ -151,12 +156,12 @@ class _Api:
         return routes
 
     async def answer_error(self, request: Request, error: Any) -> Response:
-        """Return an error in OpenAI's form."""
+        """Return an error in the form of the route's interface."""
         self._backend.metrics.count_failure(error.status)
         headers = dict(error.headers)
         if error.status in (408, 413):
             headers["Connection"] = "close"  # the rest of the body is not read
-        return json_response(error.body, error.status, headers)
+        return json_response(error.format(request.scope["path"]), error.status, headers)
 
     async def answer_http_error(self, request: Request, error: Any) -> Response:
         """Return Starlette's own errors (no such route, wrong method) in OpenAI's form."""
@@ -182,6 +187,18 @@ class _Api:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def _props(self, request: Request) -> Response:
+        """Describe the server under llama.cpp's names."""
+        info, name = self._backend.info(), self._backend.settings.names[0]
+        tokens = {key: info["special_tokens"].get(key, "") for key in ("bos_token", "eos_token")}
+        return json_response({
+            "default_generation_settings": {"n_ctx": info["context"],
+                                            "params": info.get("sampling", {})},
+            "total_slots": info["rows"], "model_alias": name, "model_path": name, **tokens,
+            "chat_template": info["chat_template"] or "", "build_info": f"jaxllm-{__version__}",
+            "modalities": {"vision": False, "audio": False},
+        })  # fmt: skip
 
     async def _metrics(self, request: Request) -> Response:
         client, metrics = self._backend.client, self._backend.metrics
@@ -266,10 +283,8 @@ class _Api:
 
     async def _input_tokens(self, request: Request) -> Response:
         """Count a conversation's tokens, under llama.cpp's name."""
-        done = await self._backend.call("tokenize", **read_conversation(await read_body(request)))
-        return json_response(
-            {"object": "chat.completion.input_tokens", "input_tokens": len(done["tokens"])}
-        )
+        count = await self._generation.count_tokens(await read_body(request))
+        return json_response({"object": "chat.completion.input_tokens", "input_tokens": count})
 
     def _page(self, file: Path) -> Callable[[Request], Awaitable[Response]]:
         async def send_page(request: Request) -> Response:

@@ -5,6 +5,9 @@ from typing import Any
 from jaxllm.server.model_client import ModelError
 
 RETRY_AFTER_S = 2
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                    413: "request_too_large", 429: "rate_limit_error",
+                    503: "overloaded_error"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -25,6 +28,16 @@ class ApiError(Exception):
         self.body = {
             "error": {"message": message, "type": type, "param": param, "code": code, **more}
         }
+
+    def format(self, path: str) -> dict[str, Any]:
+        """Return the body of the answer to a request for a path."""
+        return self.as_anthropic() if "/messages" in path else self.body
+
+    def as_anthropic(self) -> dict[str, Any]:
+        """Return the body in the form of Anthropic's interface."""
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
     @property
     def headers(self) -> dict[str, str]:

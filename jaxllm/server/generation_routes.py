@@ -14,7 +14,12 @@ from jaxllm.server.errors import ApiError, from_model
 from jaxllm.server.gemma4 import Gemma4Text
 from jaxllm.server.harmony import HarmonyText
 from jaxllm.server.model_client import ModelError
-from jaxllm.server.openai_requests import GenerationCall, read_chat, read_completion
+from jaxllm.server.openai_requests import (
+    GenerationCall,
+    read_chat,
+    read_completion,
+    read_conversation,
+)
 from jaxllm.server.openai_responses import Answer, Choice, Writer
 from jaxllm.server.streams import EventStream, format_event, unless_gone
 from jaxllm.server.text_reader import TextReader, ThoughtText
@@ -37,6 +42,11 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         call = read_chat(await read_body(request))
         return await self.answer(request, call, partial(Answer, chat=True))
+
+    async def count_tokens(self, body: Frame) -> int:
+        """Return the number of a conversation's tokens."""
+        done = await self._backend.call("tokenize", **read_conversation(body))
+        return len(done["tokens"])
 
     async def answer(
         self, request: Request, call: GenerationCall, write: Callable[..., Writer]

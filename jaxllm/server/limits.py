@@ -49,7 +49,9 @@ class Keys:
         given = _read_key(scope)
         # All keys are compared, and each in constant time.
         if not sum(hmac.compare_digest(given, key) for key in self._keys):
-            await send_error(send, ApiError(401, "Invalid API Key", type="authentication_error"))
+            await send_error(
+                scope, send, ApiError(401, "Invalid API Key", type="authentication_error")
+            )
             return
         scope["namespace"] = hashlib.sha256(given).hexdigest()[:16]
         await self._app(scope, receive, send)
@@ -71,7 +73,7 @@ class Hosts:
             given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
             if given and not self._is_known(given):
                 message = f"Host {given!r:.60} is unknown: start the server with --allow-host NAME"
-                await send_error(send, ApiError(403, message, type="permission_error"))
+                await send_error(scope, send, ApiError(403, message, type="permission_error"))
                 return
         await self._app(scope, receive, send)
 
@@ -103,11 +105,11 @@ class Bounds:
             return
         headers = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES:
-            await send_error(send, headers_too_large())
+            await send_error(scope, send, headers_too_large())
             return
         length = dict(headers).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._bytes:
-            await send_error(send, self._too_large())
+            await send_error(scope, send, self._too_large())
             return
         size, complete = 0, False
         deadline = asyncio.get_running_loop().time() + self._seconds
@@ -138,16 +140,16 @@ def headers_too_large() -> ApiError:
     return ApiError(431, f"the headers exceed {HEADER_BYTES} bytes")
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     """Send an error as the whole answer."""
-    headers, body = error_parts(error)
+    headers, body = error_parts(error, scope["path"])
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-def error_parts(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+def error_parts(error: ApiError, path: str = "") -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Return the headers and the body of an error's answer."""
-    body = encode_json(error.body)
+    body = encode_json(error.format(path))
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)),
                **error.headers}  # fmt: skip
     if error.status in (408, 413):

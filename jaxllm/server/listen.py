@@ -99,7 +99,7 @@ class BoundedProtocol(H11Protocol):
 
 
 async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_error(send, ApiError(503, "too many connections", type="unavailable_error"))
+    await send_error(scope, send, ApiError(503, "too many connections", type="unavailable_error"))
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -48,8 +48,20 @@ PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB
 _USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
 # Options that restrain a text, and how templates read thoughts of earlier turns.
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 GRAMMARS = frozenset({"json_schema", "regex", "choice", "lark", "gbnf", "grammar"})
 _READS_THOUGHTS = re.compile(r"""reasoning_content|[.'"](?:thinking|reasoning)\b""")
+# Tokens before, between and after the texts around what a model fills in; the suffix comes first
+# where none follows.
+FILL_IN_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder  # noqa: RUF001
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("[SUFFIX]", "[PREFIX]", ""),  # Codestral
+)
 _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
 
 
@@ -214,6 +226,7 @@ class ModelProcess:
             "thought_marks": self._thought_marks,
             "chat_template": template.source if isinstance(template, ChatTemplate) else None,
             "model": repr(lm),
+            "sampling": {name: lm.generation[name] for name in SAMPLING if name in lm.generation},
         }
 
     def receive(self, frame: Frame) -> None:
@@ -304,7 +317,10 @@ class ModelProcess:
                 if not isinstance(error, JaxllmError) and "the model ended" in str(error):
                     os._exit(1)  # the HTTP process starts a new one
                 return
-            self._send({"id": number, "done": describe_completion(future.result())})
+            done = describe_completion(future.result())
+            if done["finish_reason"] == "stop":
+                done["stop_string"] = self._find_stop(future.result(), request)
+            self._send({"id": number, "done": done})
 
         try:
             if cancelled.is_set():
@@ -320,6 +336,12 @@ class ModelProcess:
             self._send({"id": number, "error": describe_failure(error)})
             return
         future.add_done_callback(finish)
+
+    def _find_stop(self, completion: "Completion", request: Frame) -> str | None:
+        """Return the stop string that ended a text, None if the tokens do not show it."""
+        text, said = self._decode(completion.tokens), completion.text or ""
+        stops = request.get("stop_strings", ())
+        return next((stop for stop in stops if text.startswith(stop, len(said))), None)
 
     def count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         """Count a program that was compiled; a listener of `jax.monitoring`."""
@@ -355,7 +377,10 @@ class ModelProcess:
             options["temperature"] = 1.0  # as in OpenAI's interface
         opened = ""
         if "prompt" in frame:
-            prompt = self._encode_prompt(frame["prompt"], frame.get("add_special", True))
+            asked = frame["prompt"]
+            if frame.get("suffix"):
+                asked = self._fill_in(asked, frame["suffix"])
+            prompt = self._encode_prompt(asked, frame.get("add_special", True))
         else:
             text = self._render(frame)
             prompt, opened = self._encode_rendered(text), self._find_opened(text, frame)
@@ -423,6 +448,16 @@ class ModelProcess:
     def _marks(self) -> dict[str, int]:
         """The ids of the marks of calls and thoughts that are special tokens."""
         return find_marks(self.lm.tokenizer)
+
+    def _fill_in(self, prefix: str, suffix: str) -> str:
+        """Return the prompt for a text between two others. Raises ConfigError."""
+        tokenizer = self.lm.tokenizer
+        for before, between, after in FILL_IN_TOKENS:
+            names = [name for name in (before, between, after) if name]
+            if tokenizer is not None and None not in map(tokenizer.id, names):
+                first, second = (prefix, suffix) if after else (suffix, prefix)
+                return f"{before}{first}{between}{second}{after}"
+        raise ConfigError("suffix: the model has no tokens for filling in")
 
     def _encode_prompt(self, prompt: Any, add_special: bool = True) -> list[int]:
         """Return the ids of a prompt, whose text may name special tokens, as other servers do."""

@@ -30,7 +30,7 @@ _REFUSED = {"audio": "audio", "modalities": "audio", "web_search_options": "web 
             "lora": "lora (the model's name chooses the adapter)",
             "ebnf": "ebnf (use lark or gbnf)", "n_probs": "n_probs (use logprobs)",
             "allowed_token_ids": "allowed_token_ids (use a grammar or logit_bias)",
-            **{name: name for name in ("suffix", "use_beam_search", "prediction", "samplers",
+            **{name: name for name in ("use_beam_search", "prediction", "samplers",
             "prompt_logprobs", "structural_tag", "guided_whitespace_pattern",
             "thinking_token_budget", "include_stop_str_in_output")}}  # fmt: skip
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
@@ -103,6 +103,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     """The fields of /v1/completions. A prompt is a text or token ids."""
 
     prompt: Any = None
+    suffix: str = ""
     logprobs: Top | None = None
 
 
@@ -181,7 +182,10 @@ def read_completion(body: Body) -> GenerationCall:
         raise invalid("prompt must be a text, token ids, or a list of them, not empty", "prompt")
     if fields.best_of not in (None, fields.n):
         raise unsupported("best_of", "best_of")
+    if fields.suffix and (fields.echo or not all(isinstance(text, str) for text in prompts)):
+        raise unsupported("suffix with echo, or with token ids,", "suffix")
     frame = _read_frame(body, fields, DEFAULT_COMPLETION_TOKENS, fields.logprobs)
+    frame["suffix"] = fields.suffix
     frames = [
         {**choice, "prompt": prompt} for prompt in prompts for choice in _choices(frame, fields.n)
     ]
@@ -198,6 +202,8 @@ def read_chat(body: Body) -> GenerationCall:
     if body.get("add_special_tokens"):
         what = "add_special_tokens of a chat (its template adds them)"
         raise unsupported(what, "add_special_tokens")
+    if body.get("suffix"):
+        raise unsupported("suffix of a chat", "suffix")
     fields.echo = False
     logprobs = fields.top_logprobs if fields.logprobs else None
     frame = _read_frame(body, fields, None, logprobs) | read_conversation(body)
@@ -216,9 +222,7 @@ def _read_frame(
     body: Body, fields: GenerationFields, default: int | None, logprobs: int | None
 ) -> dict[str, Any]:
     """Return a frame without its prompt. default: The limit of new tokens; None: the context's."""
-    for name, what in _REFUSED.items():
-        if body.get(name) and body[name] != ["text"]:
-            raise unsupported(what, name)
+    refuse_fields(body, _REFUSED)
     if fields.stop_token_ids and fields.ignore_eos:
         raise unsupported("stop_token_ids with ignore_eos", "stop_token_ids")
     if not fields.skip_special_tokens:
@@ -252,6 +256,13 @@ def _read_frame(
         "truncate": fields.truncate_prompt_tokens,
         "steering": msgspec.to_builtins(fields.steering),
     }
+
+
+def refuse_fields(body: Body, refused: Mapping[str, str]) -> None:
+    """Raise ApiError for a field that is set. refused: What each asks for, by its name."""
+    for name, what in refused.items():
+        if body.get(name) and body[name] != ["text"]:
+            raise unsupported(what, name)
 
 
 def _read_limit(fields: GenerationFields, default: int | None) -> int | None:
@@ -302,7 +313,7 @@ def _read_message(message: Body, index: int) -> dict[str, Any]:
     fields = check_fields(message, _Message, where)
     content, calls = fields.content, message.get("tool_calls")
     if isinstance(content, list):
-        content = "".join(_read_part(part, where) for part in content)
+        content = join_text(content, where=where)
     if content is None and not (fields.role == "assistant" and (calls or len(message) > 1)):
         raise invalid(f"{where}.content is missing", "messages")
     if content is None and not calls:  # templates take no null; what OpenAI's model refused is text
@@ -315,13 +326,24 @@ def _read_message(message: Body, index: int) -> dict[str, Any]:
     return plain
 
 
-def _read_part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    if kind not in ("text", "refusal"):
-        raise invalid(f"{where}: a part must be a text, got {kind!r:.40}", "messages")
-    if not isinstance(text := part.get(kind), str):
-        raise invalid(f"{where}: a part has no text", "messages")
-    return text
+def join_text(
+    content: Any, *, where: str, param: str = "messages", kinds: Sequence[str] = ("text", "refusal")
+) -> str:
+    """Return the text of a message's content, itself one or parts. Raises ApiError.
+
+    where: Its place in the request. kinds: The types of parts that are texts.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind not in kinds:
+            raise invalid(f"{where}: a part must be a text, got {kind!r:.40}", param)
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise invalid(f"{where}: a part has no text", param)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _read_call(call: Body, where: str) -> dict[str, Any]:

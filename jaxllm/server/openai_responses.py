@@ -148,6 +148,43 @@ class Answer(Writer):
         return {"usage": usage, **({"timings": ends[0]["timings"]} if timed else {})}
 
 
+class ItemWriter(Writer):
+    """Writes the only choice as items, each for a piece of content, a thought or a call."""
+
+    def __init__(self, call: GenerationCall, choices: "Sequence[Choice]", model: str) -> None:
+        super().__init__(call, choices, model)
+        self._kind, self._num_calls = "", 0  # of the open item; of the calls that have one
+
+    def push(self, choice: "Choice", parts: Sequence[Part]) -> Iterable[Json]:
+        for kind, text in parts:
+            if text and kind != "arguments" and (kind != self._kind or kind == "call"):
+                yield from self.close(complete=True)
+                call = choice.calls[self._num_calls] if kind == "call" else None
+                self._num_calls += kind == "call"
+                self._kind = kind
+                yield from self.open_item(kind, call)
+            if text and kind != "call":
+                yield from self.extend_item(text)
+
+    def close(self, *, complete: bool) -> Iterable[Json]:
+        """Yield the events of the open item's end, if there is one."""
+        if self._kind:
+            self._kind = ""
+            yield from self.close_item(complete=complete)
+
+    def open_item(self, kind: str, call: Json | None) -> Iterable[Json]:
+        """Yield the events of a new item. kind: of its parts. call: of `Choice.calls`."""
+        raise NotImplementedError
+
+    def extend_item(self, text: str) -> Iterable[Json]:
+        """Yield the events of more text of the open item; of a call, of its arguments."""
+        raise NotImplementedError
+
+    def close_item(self, *, complete: bool) -> Iterable[Json]:
+        """Yield the events of the open item's end."""
+        raise NotImplementedError
+
+
 class Choice:
     """One choice while it grows: content, thought, calls of tools, log-probabilities.
 

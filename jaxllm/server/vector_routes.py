@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm.server.backend import ServerBackend, json_response, read_body
-from jaxllm.server.errors import invalid, unsupported
+from jaxllm.server.errors import invalid
 from jaxllm.server.openai_requests import ModelFields, Text, check_fields, is_prompt
 from jaxllm.server.streams import unless_gone
 
@@ -21,6 +21,7 @@ MAX_TEXTS = 2048  # of one request
 class _Embeddings(ModelFields, kw_only=True):
     input: Text | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
     prompt_name: str | None = None
     instruction: str | None = None
 
@@ -47,8 +48,6 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         body = await read_body(request)
-        if body.get("dimensions") is not None:
-            raise unsupported("dimensions", "dimensions")
         fields = check_fields({"input": body.get("content"), **body}, _Embeddings)
         texts = [fields.input] if is_prompt(fields.input) else fields.input
         if not all(map(is_prompt, texts)):
@@ -57,7 +56,11 @@ class VectorRoutes:
         done = await self._call(request, "embed", fields, texts=texts, prompt=prompt)
         form = fields.encoding_format
         data = [
-            {"object": "embedding", "index": i, "embedding": _vector(vector, form)}
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": _vector(_shorten(vector, fields.dimensions), form),
+            }
             for i, vector in enumerate(done["vectors"])
         ]
         total = sum(done["lengths"])
@@ -106,6 +109,18 @@ def _tei_result(result: Frame, documents: Sequence[str], fields: _Rerank) -> Fra
     index = result["index"]
     text = {"text": documents[index]} if fields.return_text else {}
     return {"index": index, "score": result["relevance_score"], **text}
+
+
+def _shorten(data: bytes, dimensions: int | None) -> bytes:
+    """Return a vector's first numbers, scaled to norm 1 again (Matryoshka embeddings)."""
+    vector_D = np.frombuffer(data, "<f4")
+    if dimensions is None:
+        return data
+    if dimensions > len(vector_D):
+        message = f"dimensions must be at most {len(vector_D)}, got {dimensions}"
+        raise invalid(message, "dimensions")
+    first_D = vector_D[:dimensions]
+    return (first_D / max(float(np.linalg.norm(first_D)), 1e-12)).astype("<f4").tobytes()
 
 
 def _vector(data: bytes, form: str) -> Any:

@@ -272,6 +272,9 @@ def test_embeddings_equal_embed(client: Any, server: RunningServer, lm: Any) -> 
     _, packed = post(server, "/embeddings", {"input": "One day", "encoding_format": "base64"})
     vector = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(np.linalg.norm(vector), 1, rtol=1e-6)
+    short = client.embeddings.create(model="demo", input="One day", dimensions=5)
+    first = vector[:5] / np.linalg.norm(vector[:5])
+    np.testing.assert_allclose(short.data[0].embedding, first, rtol=1e-5)
     status, ranked = post(server, "/rerank", {"query": "One day", "documents": texts[1::-1]})
     assert status == 200 and [r["index"] for r in ranked["results"]] == [1, 0]
     assert ranked["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-5)
@@ -295,6 +298,9 @@ def test_tokens_and_models(client: Any, server: RunningServer, lm: Any) -> None:
     assert info["bos_token"] and info["chat_template"] == lm.chat_template.source
     assert json.loads(get(server, "/health")) == {"status": "ok"}
     assert json.loads(get(server, "/version"))["version"]
+    props = json.loads(get(server, "/props"))
+    assert (props["total_slots"], props["chat_template"]) == (16, lm.chat_template.source)
+    assert props["default_generation_settings"]["n_ctx"] == 512 and props["model_alias"] == "demo"
     metrics = get(server, "/metrics").decode()
     assert 'jaxllm:num_requests_running{model_name="demo"} 0.0' in metrics
     assert "jaxllm:time_to_first_token_seconds_bucket" in metrics
@@ -321,7 +327,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema",
          "json_schema": {"schema": {"type": "nothing"}}}}, 400, "nothing"),
         ("/v1/embeddings", {"input": []}, 400, "input must be"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 3}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 5000}, 400, "dimensions"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "no tokens for filling in"),
         ("/rerank", {"query": "x", "documents": []}, 400, "documents must be"),
         ("/tokenize", {"text": "x"}, 400, "prompt (or content)"),
         ("/detokenize", {"tokens": [99999]}, 400, "outside the vocabulary"),

@@ -25,7 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [5, {"include_usage": "x"}],
     "echo": [1],
     "best_of": [2],
-    "suffix": ["y"],
+    "suffix": [5],
     "allowed_token_ids": [[5]],
     "lora": [[{"id": 0, "scale": 0.5}]],
     "skip_special_tokens": [False],
@@ -72,6 +72,9 @@ def test_fields_that_exclude_each_other_are_refused() -> None:
     penalty = {"repeat_penalty": 1.1, "repeat_last_n": 64}
     for more in (penalty, {"stop_token_ids": [5], "ignore_eos": True}):
         with pytest.raises(ApiError, match="is not supported"):
+            read_completion({**COMPLETION, **more})
+    for more in ({"suffix": "y", "echo": True}, {"suffix": "y", "prompt": [5]}):
+        with pytest.raises(ApiError, match="suffix"):
             read_completion({**COMPLETION, **more})
     with pytest.raises(ApiError, match="requires tools"):
         read_chat({"messages": CHAT["messages"], "tool_choice": "required"})
