@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.server import model_process
 from jaxllm.server.frames import encode_frame
@@ -238,3 +240,36 @@ def test_drain_refuses_waiting_request(lm: Any) -> None:
     frames.wait_for(lambda frame: frame["id"] == 1 and "done" in frame)
     process.receive({**GENERATE, "id": 3, "prompt": "x", "options": options})
     assert frames.wait_for(lambda frame: frame["id"] == 3)["error"]["kind"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+         "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"),
+        (("[SUFFIX]", "[PREFIX]"), "[SUFFIX]b[PREFIX]a"),
+    ],
+)  # fmt: skip
+def test_prompt_fills_in_between_texts(tokens: Any, expected: str) -> None:
+    """As Qwen2.5-Coder's and Codestral's model cards show; other models refuse."""
+    process = ModelProcess.__new__(ModelProcess)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    process.lm = SimpleNamespace(tokenizer=SimpleNamespace(id=vocabulary.get))  # type: ignore[assignment]
+    assert process._fill_in("a", "b") == expected
+    del vocabulary[tokens[0]]
+    with pytest.raises(ConfigError, match="suffix"):
+        process._fill_in("a", "b")
+
+
+def test_opened_thought_is_found_in_prompt() -> None:
+    """It is at the prompt's end, or in the answer that goes on; a user's mark is none."""
+    process = ModelProcess.__new__(ModelProcess)
+    vars(process)["_thought_marks"] = ("<think>", "</think>")
+    for text, frame, opened in (
+        ("<user>x<answer><think>\n", {}, "<think>"),
+        ("<user>x <think><answer>", {}, ""),
+        ("<answer><think>\n\n</think>\n\n", {}, ""),
+        ("", {"continues": True, "messages": [{"content": "<think>Hm"}]}, "<think>"),
+        ("", {"continues": True, "messages": [{"content": "<think>Hm</think>"}]}, ""),
+    ):
+        assert process._find_opened(text, frame) == opened

@@ -16,8 +16,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
 QUESTION = {"role": "user", "content": "Is it warm in Bonn?"}
 ARGUMENTS = '{"city": "Bonn"}'
 SAYS = {
-    "hermes": f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}'
-    "\n</tool_call>",
+    "hermes": "<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n"
+    f'{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]',
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ARGUMENTS}}}]',
@@ -66,7 +66,7 @@ def test_default_request_with_tools_gets_call(tmp_path: Path, style: str) -> Non
         assert (call.function.name, json.loads(call.function.arguments)) == (
             "weather", json.loads(ARGUMENTS))  # fmt: skip
         thought = getattr(choice.message, "reasoning_content", None)
-        assert thought == ("Hm." if style in ("harmony", "gemma4") else None)
+        assert thought == ("Hm." if style in ("hermes", "harmony", "gemma4") else None)
         with chat.stream(**asked) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert (streamed.content or None, streamed.tool_calls[0].function.arguments) == (
@@ -75,6 +75,7 @@ def test_default_request_with_tools_gets_call(tmp_path: Path, style: str) -> Non
                    {"role": "tool", "tool_call_id": call.id, "content": "21"}]  # fmt: skip
         status, found = post(server, "/apply-template", {"messages": history, "tools": [TOOL]})
         assert status == 200 and "Bonn" in found["prompt"].split("warm in Bonn?")[1]
+        assert ("<think>\nHm.\n</think>" in found["prompt"]) == (style == "hermes")
         bias = {str(token): 100 for token in range(size, size + PADDING)}
         body = {"prompt": "Once", "max_tokens": 3, "logit_bias": bias, "return_token_ids": True}
         status, found = post(server, "/v1/completions", body)
