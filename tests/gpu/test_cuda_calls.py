@@ -25,6 +25,7 @@ from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
+MORE = ("bfloat16", "int8")
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(driver.Config),
@@ -80,18 +81,22 @@ def _weight(fmt: str, rows: int, columns: int) -> Any:
 
 @pytest.mark.parametrize(
     "fmt",
-    ["int4-g64-zp-f16", *(pytest.param(x, marks=pytest.mark.more) for x in ("bfloat16", "int8"))],
+    ["int4-g64-zp-f16", "nf4", *(pytest.param(x, marks=pytest.mark.more) for x in MORE)],
 )
 def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
-    """Weights of whole tiles share a launch; XLA multiplies by the others."""
-    weights = [_weight(fmt, rows, 200) for rows in (64, 32, 20)]
-    x_RI = jax.random.normal(jax.random.key(0), (3, 200), jnp.bfloat16)
+    """Weights of whole tiles share a launch; XLA multiplies by the others. Levels of nf4 are
+    rounded to bfloat16.
+    """
+    columns = 256 if fmt == "nf4" else 200
+    weights = [_weight(fmt, rows, columns) for rows in (64, 32, 20)]
+    x_RI = jax.random.normal(jax.random.key(0), (3, columns), jnp.bfloat16)
     products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
     assert len(launches) == 1
     for weight, y in zip(weights, products, strict=True):
         dense = np.asarray(weight if fmt == "bfloat16" else weight.to_dense(), np.float64)
         expected = np.asarray(x_RI, np.float64) @ dense.T
-        np.testing.assert_allclose(y, expected, atol=0.2 if y.shape[1] == 20 else 1e-4)
+        is_rounded = fmt == "nf4" or y.shape[1] == 20
+        np.testing.assert_allclose(y, expected, atol=0.2 if is_rounded else 1e-4)
 
 
 def test_each_of_a_batch_is_a_row(launches: list[str]) -> None:

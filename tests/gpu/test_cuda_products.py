@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
+from jaxllm.weights.types.nf4 import LEVELS
 from tests.gpu.cuda_stand_in import BF16, CSRC, Kernels, Variant
 
 COLUMNS = 1400  # in parts of unequal size, and not of whole units in bfloat16
 OUTPUTS = 128
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
-MORE = [Rows(8, 32), Rows(4, 128, "float16", True)]
+NF4 = Rows(4, 64, struct="Nf4")
+MORE = [NF4, Rows(8, 32), Rows(4, 128, "float16", True)]
 FORMATS = [
     *(rows := [*DAILY, *MORE]),
     *(
@@ -71,8 +73,13 @@ def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Wei
     centered = code.astype(np.float64)
     if rows.has_zero:
         centered += 8 - np.repeat(zero.astype(np.float64), group, axis=1)
+    if rows == NF4:
+        centered = np.array(LEVELS).astype(BF16).astype(np.float64)[code + 8]
     code[:, columns:] = 0  # what is there counts for nothing, because x is 0
-    if rows.bits == 4:
+    if rows == NF4:
+        block = (code + 8).reshape(outputs, -1, 2, 32)
+        code = (block[:, :, 0] | block[:, :, 1] << 4).reshape(outputs, -1)
+    elif rows.bits == 4:
         code = (code[:, ::2] & 15) | (code[:, 1::2] << 4)
     arrays = {"weight": code, "scale": scale} | ({"zero": zero} if rows.has_zero else {})
     dense = centered * np.repeat(scale.astype(np.float64), group, axis=1)
@@ -281,7 +288,7 @@ def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
     for weight, tiles in itertools.product(weights, (1, 2, 8)):
         launch = Launch(cluster, tiles, 3, 1, 0, 0)
         source = tmp_path / "variant.cu"
-        source.write_text(kernel_source(weight, launch, "RmsNorm", "RotaryCache", True))
+        source.write_text(kernel_source(weight, launch, "RmsNorm", "Gated<Silu>", True))
         command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin", "-I", CSRC]
         done = subprocess.run(
             [*command, source, "-o", tmp_path / "variant"], capture_output=True, text=True

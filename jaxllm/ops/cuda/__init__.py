@@ -6,7 +6,7 @@ NVIDIA cards from the A100 on; whatever they do not multiply runs as without the
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,12 +42,16 @@ _LEAST_SHARED_BYTES = 101376  # of a block of any other card
 
 
 class Matrix(NamedTuple):
-    """A weight as the kernels take it: its format, and its arrays `[O, ...]`: data, and scales and
-    zero points if it has them.
+    """A weight as the kernels take it: its format, and its arrays `[O, ...]` by their names in
+    csrc/arguments.h: weight, and scale and zero if it has them.
     """
 
     format: Rows
-    arrays: Sequence[jax.Array]
+    arrays: Mapping[str, jax.Array]
+
+    @property
+    def outputs(self) -> int:
+        return self.arrays["weight"].shape[0]
 
 
 def find_problem() -> str | None:
@@ -99,7 +103,7 @@ def fits(shape: tuple[int, ...], matrices: Sequence[Matrix | None]) -> bool:
 def _plan(shape: tuple[int, ...], matrices: Sequence[Matrix]) -> Launch | None:
     """Return how one launch multiplies rows of this shape by weights; None if none does."""
     (rows, columns), form = shape, matrices[0].format
-    outputs = [matrix.arrays[0].shape[0] for matrix in matrices]
+    outputs = [matrix.outputs for matrix in matrices]
     if rows > MAX_ROWS[form.bits] or len(matrices) > MAX_WEIGHTS or any(n % 16 for n in outputs):
         return None
     if any(matrix.format != form for matrix in matrices):
@@ -165,12 +169,11 @@ def launch(
     if activation is not None:
         epilogue = f"Gated<{ACTIVATIONS[activation]}>"
     for i, matrix in enumerate(matrices):
-        names = (f"{name}{i}" for name in ("weight", "scale", "zero"))
-        fields |= dict(zip(names, matrix.arrays, strict=False))
-        numbers[f"outputs{i}"] = matrix.arrays[0].shape[0]
+        fields |= {f"{name}{i}": array for name, array in matrix.arrays.items()}
+        numbers[f"outputs{i}"] = matrix.outputs
     written = matrices[:1] if activation is not None else matrices
     places = [*fields, *(f"y{i}" for i in range(len(written)))]
-    out = [jax.ShapeDtypeStruct((rows, x.arrays[0].shape[0]), dtype) for x in written]
+    out = [jax.ShapeDtypeStruct((rows, x.outputs), dtype) for x in written]
     source = kernel_source(form, plan, prologue, epilogue, is_early=False)
     call = jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")
     return list(

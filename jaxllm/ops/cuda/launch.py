@@ -20,12 +20,13 @@ class Rows(NamedTuple):
     group: int = 0  # columns that share a scale; 0: all of a row, or no scale
     scale: str = "float32"  # or float16
     has_zero: bool = False
+    struct: str = ""  # if not one of integers or bfloat16
 
     @property
     def source(self) -> str:
         """The struct's name in C++."""
-        if self.bits == 16:
-            return "BFloat16"
+        if self.struct or self.bits == 16:
+            return self.struct or "BFloat16"
         scale = "Half" if self.scale == "float16" else "Float"
         zero = ", true" if self.has_zero else ""
         return f"Int{self.bits}<{self.group}, {scale}{zero}>"

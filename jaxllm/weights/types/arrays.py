@@ -75,7 +75,7 @@ class DenseWeight(WeightBase, struct.PyTreeNode):
         return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])
 
     def cuda_matrix(self) -> cuda.Matrix | None:
-        return cuda.Matrix(Rows(16), [self.array]) if self.dtype == jnp.bfloat16 else None
+        return cuda.Matrix(Rows(16), {"weight": self.array}) if self.dtype == jnp.bfloat16 else None
 
     def arrays(self) -> dict[str, jax.Array]:
         return {"": self.array}

@@ -235,7 +235,8 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             return None
         scale = jnp.dtype(self.scale.dtype).name
         rows = Rows(self.bits, self.group or 0, scale, self.zero is not None)
-        return cuda.Matrix(rows, jax.tree.leaves(self))
+        names = ("weight", "scale", *(["zero"] if self.zero is not None else []))
+        return cuda.Matrix(rows, dict(zip(names, jax.tree.leaves(self), strict=True)))
 
     @property
     def has_row_scale(self) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
     ArraySpecs,
@@ -28,6 +29,7 @@ from jaxllm.weights.types.base import (
     round_up,
     to_device,
 )
+from jaxllm.weights.types.bitpack import CHUNK
 
 # fmt: off
 LEVELS = (
@@ -100,6 +102,19 @@ class Nf4Weight(WeightBase, struct.PyTreeNode):
         weight = add_dependency(x_RI, self)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > MAX_F32_ROWS
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
+
+    def for_accelerator(self) -> "Nf4Weight":
+        """Return the weight with its absmax as float32, if CUDA kernels read them."""
+        if self.ndim > 2 or self.columns % CHUNK or cuda.find_problem() is not None:
+            return self
+        return self.replace(absmax=_absmax(self), scale=None, mean=None)
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        if self.scale is not None or self.columns % CHUNK:
+            return None
+        arrays = {"weight": self.data, "scale": self.absmax}
+        rows = {name: array.reshape(self.rows, -1) for name, array in arrays.items()}
+        return cuda.Matrix(Rows(4, BLOCK, struct="Nf4"), rows)
 
     def native_matrix(self) -> native.Matrix | None:
         if self.columns % BLOCK or not self.columns:  # rows share blocks

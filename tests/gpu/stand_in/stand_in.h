@@ -249,6 +249,7 @@ inline float half_to_float(uint16_t half) {
 }
 inline float exp2_of(float x) { return exp2f(x); }
 inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  if (selector & 0x8888) stand_in::report("a selector of a byte's sign");
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t selected = 0;
   for (int i = 0; i < 4; i++) selected |= (bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;

@@ -2,8 +2,7 @@
 //
 // A format has, besides `Row` below:
 //
-// PAIRS      pairs of bf16 in a word of 32 bits
-// unpack     a word's columns as pairs, in an order that the mma needs no bytes moved for
+// unpack     a lane's columns as pairs, in an order that the mma needs no bytes moved for
 // arrange    eight columns of x in the same order
 //
 // An integer n from 0 to 255 is already a bf16, n 2^-133. Times 2^127 it is n / 64, and so are the
@@ -36,20 +35,24 @@ struct Row {
   // Columns that a row's four lanes take at a time, each a quarter, so that all of x that a lane
   // takes is 16 or 32 bytes. They have one scale.
   static constexpr int SPAN = BITS == 16 || GROUP == 32 ? 32 : 64;
-  static constexpr int LANE_BYTES = SPAN / 4 * BITS / 8;
+  static constexpr int LANE_BYTES = SPAN / 4 * BITS / 8, WORDS = LANE_BYTES / 4;
+  static constexpr bool ROW_SCALE = false, HAS_ZERO = false;
+  static constexpr int UNROLLED = 2;  // spans, for 16 rows of x, as registers allow
+  using Scale = Float;
   static DEVICE int bytes(int columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK * BITS / 8; }
   static DEVICE int units(int columns) { return (bytes(columns) + UNIT_BYTES - 1) / UNIT_BYTES; }
   static DEVICE int groups(int columns) {
     return GROUP ? bytes(columns) * 8 / BITS / (GROUP ? GROUP : 1) : 1;
   }
+  static DEVICE uint4 arrange(uint4 x) { return x; }
+  static DEVICE int place(int chunk) { return chunk; }  // of eight columns of x among the others
 };
 
 struct BFloat16 : Row<16, 8, 0> {
-  using Scale = Float;  // of none
-  static constexpr bool ROW_SCALE = false, HAS_ZERO = false;
-  static constexpr int PAIRS = 1;
-  static DEVICE uint4 arrange(uint4 x) { return x; }
-  static DEVICE void unpack(uint32_t word, uint32_t, uint32_t* pairs) { pairs[0] = word; }
+  static DEVICE void unpack(const uint32_t* words, uint32_t, uint32_t* pairs) {
+    JAXLLM_UNROLL
+    for (int w = 0; w < WORDS; w++) pairs[w] = words[w];
+  }
 };
 
 constexpr float INTEGER_SCALE = 64;
@@ -59,16 +62,17 @@ constexpr uint32_t MINUS_8 = 0xBE00BE00, MINUS_128 = 0xC000C000;        // pairs
 template <int GROUP_SIZE, class ScaleType = Float>
 struct Int8 : Row<8, 128, GROUP_SIZE> {
   using Scale = ScaleType;
-  static constexpr bool ROW_SCALE = GROUP_SIZE == 0, HAS_ZERO = false;
-  static constexpr int PAIRS = 2;
+  static constexpr bool ROW_SCALE = GROUP_SIZE == 0;
   static DEVICE uint4 arrange(uint4 x) {  // columns 0 2 1 3, 4 6 5 7
     return uint4{select_bytes(x.x, x.y, 0x5410), select_bytes(x.x, x.y, 0x7632),
                  select_bytes(x.z, x.w, 0x5410), select_bytes(x.z, x.w, 0x7632)};
   }
-  static DEVICE void unpack(uint32_t word, uint32_t, uint32_t* pairs) {
-    const uint32_t plus_128 = word ^ 0x80808080u;
-    pairs[0] = multiply_add_pairs(plus_128 & 0x00FF00FFu, TIMES_2_127, MINUS_128);
-    pairs[1] = multiply_add_pairs((plus_128 >> 8) & 0x00FF00FFu, TIMES_2_127, MINUS_128);
+  static DEVICE void unpack(const uint32_t* words, uint32_t, uint32_t* pairs) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < 2 * Int8::WORDS; i++) {
+      const uint32_t plus_128 = words[i / 2] ^ 0x80808080u;
+      pairs[i] = multiply_add_pairs((plus_128 >> i % 2 * 8) & 0x00FF00FFu, TIMES_2_127, MINUS_128);
+    }
   }
 };
 
@@ -78,8 +82,8 @@ template <int GROUP_SIZE, class ScaleType = Float, bool ZERO_POINTS = false>
 struct Int4 : Row<4, 128, GROUP_SIZE> {
   static_assert(GROUP_SIZE > 0, "a row of 4-bit codes has groups");
   using Scale = ScaleType;
-  static constexpr bool ROW_SCALE = false, HAS_ZERO = ZERO_POINTS;
-  static constexpr int PAIRS = 4;
+  static constexpr bool HAS_ZERO = ZERO_POINTS;
+  static constexpr int UNROLLED = HAS_ZERO ? 1 : 2;
   static DEVICE uint4 arrange(uint4 x) {  // columns 0 4 1 5 2 6 3 7
     return uint4{select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632),
                  select_bytes(x.y, x.w, 0x5410), select_bytes(x.y, x.w, 0x7632)};
@@ -88,12 +92,36 @@ struct Int4 : Row<4, 128, GROUP_SIZE> {
   static DEVICE uint32_t subtrahend(uint32_t zero) {
     return multiply_add_pairs(zero * 0x00010001u, TIMES_2_127 | 0x80008000u, 0);
   }
-  static DEVICE void unpack(uint32_t word, uint32_t minus, uint32_t* pairs) {
-    const uint32_t codes = word ^ 0x88888888u;  // two's complement + 8
+  static DEVICE void unpack(const uint32_t* words, uint32_t minus, uint32_t* pairs) {
     JAXLLM_UNROLL
-    for (int i = 0; i < 2; i++) {
-      pairs[2 * i] = multiply_add_pairs((codes >> 8 * i) & 0x000F000Fu, TIMES_2_127, minus);
-      pairs[2 * i + 1] = multiply_add_pairs((codes >> 8 * i) & 0x00F000F0u, TIMES_2_123, minus);
+    for (int i = 0; i < 2 * Int4::WORDS; i++) {
+      const uint32_t codes = (words[i / 2] ^ 0x88888888u) >> i % 2 * 8;  // two's complement + 8
+      pairs[2 * i] = multiply_add_pairs(codes & 0x000F000Fu, TIMES_2_127, minus);
+      pairs[2 * i + 1] = multiply_add_pairs(codes & 0x00F000F0u, TIMES_2_123, minus);
+    }
+  }
+};
+
+// 4-bit NormalFloat: byte j of a block of 64 columns has the codes of columns j and j + 32. Levels
+// are rounded to bf16; a byte of one is selected by three bits of a code, then by the fourth.
+struct Nf4 : Row<4, 128, 64> {
+  static constexpr int UNROLLED = 1;
+  static DEVICE int place(int chunk) { return (chunk & ~7) + chunk % 4 * 2 + chunk / 4 % 2; }
+  // A byte of the levels of four codes, from all sixteen.
+  static DEVICE uint32_t look_up(uint32_t codes, uint32_t b0, uint32_t b4, uint32_t b8,
+                                 uint32_t b12) {
+    return select_bytes(select_bytes(b0, b4, codes & 0x7777), select_bytes(b8, b12, codes & 0x7777),
+                        0x3210 | (codes >> 1 & 0x4444));
+  }
+  static DEVICE void unpack(const uint32_t* words, uint32_t, uint32_t* pairs) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < 2 * WORDS; i++) {  // two bytes
+      const uint32_t codes = words[i / 2] >> i % 2 * 16;
+      // Of the levels / 64.
+      const uint32_t low = look_up(codes, 0xCA063280, 0x00BA3D92, 0xAD7C25A3, 0x803910E2);
+      const uint32_t high = look_up(codes, 0xBBBCBCBC, 0x00BABBBB, 0x3B3B3B3A, 0x3C3C3C3B);
+      pairs[i] = select_bytes(low, high, 0x6240);
+      pairs[i + 4] = select_bytes(low, high, 0x7351);
     }
   }
 };

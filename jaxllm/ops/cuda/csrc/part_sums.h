@@ -5,14 +5,30 @@
 
 namespace jaxllm {
 
+// Read words from shared memory, up to four at a time.
+template <int WORDS>
+DEVICE void read_words(const unsigned char* at, uint32_t* words) {
+  if constexpr (WORDS == 1) {
+    words[0] = *(const uint32_t*)at;
+  } else if constexpr (WORDS == 2) {
+    const uint2 read = *(const uint2*)at;
+    words[0] = read.x, words[1] = read.y;
+  } else {
+    JAXLLM_UNROLL
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 read = *(const uint4*)(at + i * 4);
+      words[i] = read.x, words[i + 1] = read.y, words[i + 2] = read.z, words[i + 3] = read.w;
+    }
+  }
+}
+
 template <class Format, int C, int TILES>
 struct PartSums {
   static constexpr int SPANS = Format::UNIT / Format::SPAN, PAIRS = Format::SPAN / 8;
-  static constexpr int WORDS = Format::LANE_BYTES / 4, LOADS = Format::SPAN / 32;
   // Chains of additions that take turns: spans for one tile of x, tiles for more.
   static constexpr int SPAN_TURN = Format::GROUP && TILES == 1 && SPANS > 1 ? 2 : 1;
   static constexpr int TILE_TURN = TILES < 4 ? TILES : 4;
-  static constexpr int UNROLLED = TILES == 2 && Format::HAS_ZERO ? 1 : 2;  // as registers allow
+  static constexpr int UNROLLED = TILES == 2 ? Format::UNROLLED : 2;
 
   const Place<Format, C>& place;
   int g, c;                       // of the lane in the tile's mma
@@ -67,20 +83,18 @@ struct PartSums {
   // Add spans of the weight times those of some tiles of x.
   DEVICE void multiply(int tile, int offset, const uint32_t (&a)[SPAN_TURN][PAIRS / 2][4],
                        const float (&scale)[SPAN_TURN][2]) {
-    uint4 eight[TILE_TURN][SPAN_TURN][LOADS];
+    uint32_t b[TILE_TURN][SPAN_TURN][PAIRS];
     float group[TILE_TURN][SPAN_TURN][4] = {};
     JAXLLM_UNROLL
     for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
-    for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
-    for (int k = 0; k < LOADS; k++)
-      eight[n][i][k] = *(const uint4*)(x[tile + n] + offset + i * (Format::SPAN * 2) + k * 16);
+    for (int i = 0; i < SPAN_TURN; i++)
+      read_words<PAIRS>(x[tile + n] + offset + i * (Format::SPAN * 2), b[n][i]);
     JAXLLM_UNROLL
     for (int k = 0; k < PAIRS / 2; k++) JAXLLM_UNROLL
     for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
     for (int i = 0; i < SPAN_TURN; i++) {
-      const uint4 word = eight[n][i][k / 2];
-      const uint32_t b[2] = {k % 2 ? word.z : word.x, k % 2 ? word.w : word.y};
-      multiply_tile(Format::GROUP ? group[n][i] : sum[tile + n], a[i][k], b);
+      const uint32_t two[2] = {b[n][i][2 * k], b[n][i][2 * k + 1]};
+      multiply_tile(Format::GROUP ? group[n][i] : sum[tile + n], a[i][k], two);
     }
     if constexpr (Format::GROUP != 0) JAXLLM_UNROLL
     for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
@@ -93,23 +107,14 @@ struct PartSums {
                          uint32_t (&pairs)[PAIRS]) const {
     const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
     const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
-    uint32_t words[WORDS], minus = MINUS_8;
-    if constexpr (WORDS == 4) {
-      const uint4 read = *(const uint4*)at;
-      words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
-    } else if constexpr (WORDS == 2) {
-      const uint2 read = *(const uint2*)at;
-      words[0] = read.x, words[1] = read.y;
-    } else {
-      words[0] = *(const uint32_t*)at;
-    }
+    uint32_t words[Format::WORDS], minus = MINUS_8;
+    read_words<Format::WORDS>(at, words);
     if constexpr (Format::HAS_ZERO) {
       const int found =
           Zeros<Format>::find(g + 8 * half, zero_skew[half], stage, place.first, unit, span);
       minus = Format::subtrahend(bytes[2048 + Scales<Format>::SIZE + found]);
     }
-    JAXLLM_UNROLL
-    for (int w = 0; w < WORDS; w++) Format::unpack(words[w], minus, pairs + w * Format::PAIRS);
+    Format::unpack(words, minus, pairs);
   }
   DEVICE float read_scale(const unsigned char* bytes, int stage, int unit, int span,
                           int half) const {

@@ -20,7 +20,7 @@ struct Inputs {
   float* squares;  // [8 parts][8 TILES rows]
   template <class Format>
   DEVICE void write(int row, int chunk, uint4 eight) const {
-    *(uint4*)(x + row * stride + chunk * 16) = Format::arrange(eight);
+    *(uint4*)(x + row * stride + Format::place(chunk) * 16) = Format::arrange(eight);
   }
 };
 
