@@ -25,7 +25,7 @@ from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
-MORE = ("bfloat16", "int8")
+MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4")
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(driver.Config),
@@ -76,6 +76,8 @@ def launches(
 
 def _weight(fmt: str, rows: int, columns: int) -> Any:
     weight = jax.random.normal(jax.random.key(rows), (rows, columns), jnp.bfloat16)
+    if fmt.endswith("2:4"):
+        weight = jnp.where(jnp.arange(columns)[None] % 4 % 3 == 0, weight, jnp.bfloat16(0))
     return weight if fmt == "bfloat16" else for_accelerator(parse_format(fmt).quantize(weight))
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
+from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.nf4 import LEVELS
 from tests.gpu.cuda_stand_in import BF16, CSRC, Kernels, Variant
 
@@ -18,7 +20,8 @@ COLUMNS = 1400  # in parts of unequal size, and not of whole units in bfloat16
 OUTPUTS = 128
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
 NF4 = Rows(4, 64, struct="Nf4")
-MORE = [NF4, Rows(8, 32), Rows(4, 128, "float16", True)]
+SPARSE = {"bfloat16": Rows(8, struct="Sparse<16>"), "int8": Rows(4, struct="Sparse<8>")}
+MORE = [NF4, *SPARSE.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
 FORMATS = [
     *(rows := [*DAILY, *MORE]),
     *(
@@ -64,6 +67,14 @@ def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Wei
         weight = rng.normal(size=(outputs, columns)).astype(BF16)
         return Weight({"weight": weight}, weight.astype(np.float64))
     width = -(-columns // 128) * 128
+    for dtype, format in SPARSE.items():
+        if rows == format:
+            kept = rng.random((outputs, columns // 4, 4)).argsort(axis=2) < 2
+            dense = rng.normal(size=(outputs, columns)) * kept.reshape(outputs, columns)
+            stored = parse_format(f"{dtype}-2:4").quantize(jnp.asarray(dense.astype(BF16)))
+            names = {"weight": stored.values, "zero": stored.mask, "scale": stored.scale}
+            arrays = {name: np.asarray(x) for name, x in names.items() if x is not None}
+            return Weight(arrays, np.asarray(stored.to_dense(), np.float64))
     low = -(1 << rows.bits - 1)
     code = rng.integers(low, -low, (outputs, width)).astype(np.int8)
     group = rows.group or width

@@ -39,17 +39,17 @@ class Rows(NamedTuple):
         chunk = 8 if self.bits == 16 else 128
         return -(-(-(-columns // chunk) * chunk) // self._unit)
 
-    def _group_bytes(self, size: int) -> int:
-        """Return the bytes of a stage for one value of `size` bytes in each group."""
-        return 32 * max(4, size * max(1, self._unit // self.group))
+    def _group_bytes(self, size: int, group: int) -> int:
+        """Return the bytes of a stage for one value of `size` bytes in each group; 0: no groups."""
+        return 32 * max(4, size * max(1, self._unit // group)) if group else 0
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of one stage of a warp's ring: 128 of each of 16 rows, and its groups' values."""
-        if not self.group:
-            return 128 * _TILE_ROWS
-        scales = self._group_bytes(2 if self.scale == "float16" else 4)
-        return 128 * _TILE_ROWS + scales + (self._group_bytes(1) if self.has_zero else 0)
+        scales = self._group_bytes(2 if self.scale == "float16" else 4, self.group)
+        mask_group = 8 if self.struct.startswith("Sparse") else 0
+        zeros = self._group_bytes(1, self.group if self.has_zero else mask_group)
+        return 128 * _TILE_ROWS + scales + zeros
 
     def shared_bytes(self, rows: int, columns: int, cluster: int, tiles: int, stages: int) -> int:
         """Return the bytes of shared memory that a block takes, as csrc/product.h lays it out."""

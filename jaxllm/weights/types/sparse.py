@@ -11,7 +11,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.weights.safetensors import empty_aligned
 from jaxllm.weights.types.arrays import DTYPES, as_weight
 from jaxllm.weights.types.base import (
@@ -108,6 +109,14 @@ class SparseWeight(WeightBase, struct.PyTreeNode):
 
     def native_matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[str(self.values.dtype), self.pattern], jax.tree.leaves(self))
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        bits = 8 * self.values.dtype.itemsize
+        if self.begin is not None or bits == 32:
+            return None
+        arrays = {"weight": self.values, "zero": self.mask}
+        arrays |= {} if self.scale is None else {"scale": self.scale}
+        return cuda.Matrix(Rows(bits // 2, struct=f"Sparse<{bits}>"), arrays)
 
     def with_rows(self, index: np.ndarray) -> "SparseWeight":
         return to_sparse(as_weight(self.with_zeros()).with_rows(index), self.pattern)

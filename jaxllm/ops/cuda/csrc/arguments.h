@@ -13,7 +13,7 @@ struct Product {
   const void* residual;         // Residual: bf16 [M, O]; may be y
   const void* weight[WEIGHTS];  // [O, K] or [O, K'], as their format stores it (formats.h)
   const void* scale[WEIGHTS];   // [O, G]
-  const void* zero[WEIGHTS];    // uint8 [O, G]: zero points, if the format has them
+  const void* zero[WEIGHTS];    // uint8 [O, G]: zero points, or a mask of 8 columns, if it has them
   void* y[WEIGHTS];             // as the epilogue writes it (epilogues.h)
   int rows;                     // M
   int columns;                  // K, a multiple of 8

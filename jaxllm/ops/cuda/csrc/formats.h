@@ -4,6 +4,7 @@
 //
 // unpack     a lane's columns as pairs, in an order that the mma needs no bytes moved for
 // arrange    eight columns of x in the same order
+// read_zero  what a lane unpacks with, if a format has zero points or something like them
 //
 // An integer n from 0 to 255 is already a bf16, n 2^-133. Times 2^127 it is n / 64, and so are the
 // factors of integers: exact, and multiplied by 64 with the scale.
@@ -36,14 +37,13 @@ struct Row {
   // takes is 16 or 32 bytes. They have one scale.
   static constexpr int SPAN = BITS == 16 || GROUP == 32 ? 32 : 64;
   static constexpr int LANE_BYTES = SPAN / 4 * BITS / 8, WORDS = LANE_BYTES / 4;
-  static constexpr bool ROW_SCALE = false, HAS_ZERO = false;
-  static constexpr int UNROLLED = 2;  // spans, for 16 rows of x, as registers allow
+  static constexpr bool ROW_SCALE = false;
+  static constexpr int ZERO_GROUP = 0;  // columns that share a byte of `Product::zero`
+  static constexpr int UNROLLED = 2;    // spans, for 16 rows of x, as registers allow
   using Scale = Float;
-  static DEVICE int bytes(int columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK * BITS / 8; }
+  static DEVICE int padded(int columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
+  static DEVICE int bytes(int columns) { return padded(columns) * BITS / 8; }
   static DEVICE int units(int columns) { return (bytes(columns) + UNIT_BYTES - 1) / UNIT_BYTES; }
-  static DEVICE int groups(int columns) {
-    return GROUP ? bytes(columns) * 8 / BITS / (GROUP ? GROUP : 1) : 1;
-  }
   static DEVICE uint4 arrange(uint4 x) { return x; }
   static DEVICE int place(int chunk) { return chunk; }  // of eight columns of x among the others
 };
@@ -82,17 +82,18 @@ template <int GROUP_SIZE, class ScaleType = Float, bool ZERO_POINTS = false>
 struct Int4 : Row<4, 128, GROUP_SIZE> {
   static_assert(GROUP_SIZE > 0, "a row of 4-bit codes has groups");
   using Scale = ScaleType;
-  static constexpr bool HAS_ZERO = ZERO_POINTS;
-  static constexpr int UNROLLED = HAS_ZERO ? 1 : 2;
+  static constexpr int ZERO_GROUP = ZERO_POINTS ? GROUP_SIZE : 0;
+  static constexpr int UNROLLED = ZERO_POINTS ? 1 : 2;
   static DEVICE uint4 arrange(uint4 x) {  // columns 0 4 1 5 2 6 3 7
     return uint4{select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632),
                  select_bytes(x.y, x.w, 0x5410), select_bytes(x.y, x.w, 0x7632)};
   }
   // -zero / 64, twice; without zero points it is MINUS_8.
-  static DEVICE uint32_t subtrahend(uint32_t zero) {
-    return multiply_add_pairs(zero * 0x00010001u, TIMES_2_127 | 0x80008000u, 0);
+  static DEVICE uint32_t read_zero(const unsigned char* at, int) {
+    return multiply_add_pairs(*at * 0x00010001u, TIMES_2_127 | 0x80008000u, 0);
   }
-  static DEVICE void unpack(const uint32_t* words, uint32_t minus, uint32_t* pairs) {
+  static DEVICE void unpack(const uint32_t* words, uint32_t zero, uint32_t* pairs) {
+    const uint32_t minus = ZERO_POINTS ? zero : MINUS_8;
     JAXLLM_UNROLL
     for (int i = 0; i < 2 * Int4::WORDS; i++) {
       const uint32_t codes = (words[i / 2] ^ 0x88888888u) >> i % 2 * 8;  // two's complement + 8
@@ -122,6 +123,39 @@ struct Nf4 : Row<4, 128, 64> {
       const uint32_t high = look_up(codes, 0xBBBCBCBC, 0x00BABBBB, 0x3B3B3B3A, 0x3C3C3C3B);
       pairs[i] = select_bytes(low, high, 0x6240);
       pairs[i + 4] = select_bytes(low, high, 0x7351);
+    }
+  }
+};
+
+// Two values of each four columns, bf16 or int8. The mask has a bit for each column, and so a byte
+// for eight.
+template <int VALUE_BITS>
+struct Sparse : Row<VALUE_BITS / 2, 128, 0> {
+  static constexpr bool ROW_SCALE = VALUE_BITS == 8;
+  static constexpr int ZERO_GROUP = 8;
+  static DEVICE uint32_t read_zero(const unsigned char* mask, int lane) {
+    return ((const uint16_t*)mask)[lane];
+  }
+  // The two values of four columns.
+  static DEVICE uint32_t find_values(const uint32_t* words, int four) {
+    if constexpr (VALUE_BITS == 16) return words[four];
+    const uint32_t plus_128 = words[four / 2] ^ 0x80808080u;
+    const uint32_t codes = select_bytes(plus_128, 0, four % 2 ? 0x4342 : 0x4140);
+    return multiply_add_pairs(codes, TIMES_2_127, MINUS_128);
+  }
+  // Three bits of a mask's four imply the other. They select which bytes become a column: those of
+  // the first value, 0x10, of the second, 0x32, or zeros, 0x44.
+  static DEVICE void unpack(const uint32_t* words, uint32_t mask, uint32_t* pairs) {
+    const uint32_t bits = mask & 0x7777;
+    const uint32_t of[4] = {
+        // columns of each four, a byte for each four
+        select_bytes(0x10441044, 0x44441044, bits), select_bytes(0x32104444, 0x44104444, bits),
+        select_bytes(0x44444444, 0x44323210, bits), select_bytes(0x44323244, 0x44444432, bits)};
+    JAXLLM_UNROLL
+    for (int i = 0; i < 8; i++) {
+      const int four = i / 2, column = i % 2 * 2;
+      const uint32_t two = select_bytes(of[column], of[column + 1], four / 2 ? 0x7362 : 0x5140);
+      pairs[i] = select_bytes(find_values(words, four), 0, two >> four % 2 * 16);
     }
   }
 };

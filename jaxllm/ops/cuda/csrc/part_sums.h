@@ -46,13 +46,13 @@ struct PartSums {
     }
   }
   // Begin a tile with these rows of the weight.
-  DEVICE void begin(int low, int high, int groups) {
+  DEVICE void begin(int low, int high, int columns) {
     JAXLLM_UNROLL
     for (int n = 0; n < TILES; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0;
     JAXLLM_UNROLL
     for (int half = 0; half < 2; half++) {
-      scale_skew[half] = Scales<Format>::skew_of(half ? high : low, groups, place.first);
-      zero_skew[half] = Zeros<Format>::skew_of(half ? high : low, groups, place.first);
+      scale_skew[half] = Scales<Format>::skew_of(half ? high : low, columns, place.first);
+      zero_skew[half] = Zeros<Format>::skew_of(half ? high : low, columns, place.first);
     }
   }
   // Add a stage's unit, 0 or 1.
@@ -107,14 +107,14 @@ struct PartSums {
                          uint32_t (&pairs)[PAIRS]) const {
     const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
     const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
-    uint32_t words[Format::WORDS], minus = MINUS_8;
+    uint32_t words[Format::WORDS], zero = 0;
     read_words<Format::WORDS>(at, words);
-    if constexpr (Format::HAS_ZERO) {
+    if constexpr (Format::ZERO_GROUP != 0) {
       const int found =
           Zeros<Format>::find(g + 8 * half, zero_skew[half], stage, place.first, unit, span);
-      minus = Format::subtrahend(bytes[2048 + Scales<Format>::SIZE + found]);
+      zero = Format::read_zero(bytes + 2048 + Scales<Format>::SIZE + found, c);
     }
-    Format::unpack(words, minus, pairs);
+    Format::unpack(words, zero, pairs);
   }
   DEVICE float read_scale(const unsigned char* bytes, int stage, int unit, int span,
                           int half) const {

@@ -123,8 +123,7 @@ DEVICE void run(const Product& p) {
     const bool ends = C > 1 || TILES > 1 || place.warp == turn % PARTS;
     if (ends) now = finisher.read_ahead(tile);
     const int mine = tile * C + place.tile, g = place.lane / 4;
-    part.begin(Epilogue::row(p, mine, g, 0).row, Epilogue::row(p, mine, g, 1).row,
-               Format::groups(p.columns));
+    part.begin(Epilogue::row(p, mine, g, 0).row, Epilogue::row(p, mine, g, 1).row, p.columns);
     for (int stage = 0; stage < ring.stage_count; stage++) {
       wait_for_copies<STAGES - 1>();
       warp_barrier();  // those of the other lanes have arrived too

@@ -35,10 +35,10 @@ struct Place {
 
 // The scales or zero points of a stage, BYTES for each group of each row. They are copied as two
 // aligned pieces of a row, one by each lane, so the first group may begin within the first piece.
-template <int BYTES, class Format>
+template <int BYTES, int GROUP, class Format>
 struct GroupValues {
-  static constexpr bool SEVERAL = Format::UNIT >= Format::GROUP;  // or a unit is half a group
-  static constexpr int STAGE = 2 * Format::UNIT * BYTES / Format::GROUP;
+  static constexpr bool SEVERAL = Format::UNIT >= GROUP;  // or a unit is half a group
+  static constexpr int STAGE = 2 * Format::UNIT * BYTES / GROUP;
   static constexpr int ALIGNED = SEVERAL ? STAGE / 2 : BYTES;
   static constexpr int PIECE = ALIGNED < 4 ? 4 : ALIGNED;
   static constexpr int SIZE = 32 * PIECE;
@@ -47,12 +47,14 @@ struct GroupValues {
   const unsigned char* begin;  // of the row's first piece
   int skew, size;              // bytes before its first group, and to the end of its last one
 
-  static DEVICE int first_group(int unit) { return unit * Format::UNIT / Format::GROUP; }
-  static DEVICE int skew_of(int row, int groups, int unit) {
+  static DEVICE int first_group(int unit) { return unit * Format::UNIT / GROUP; }
+  static DEVICE int skew_of(int row, int columns, int unit) {
+    const int groups = Format::padded(columns) / GROUP;
     return ALIGNED >= 4 ? 0 : ((row * groups + first_group(unit)) * BYTES) & 3;
   }
-  DEVICE void aim(const void* values, int row, int groups, int first, int end) {
-    skew = skew_of(row, groups, first);
+  DEVICE void aim(const void* values, int row, int columns, int first, int end) {
+    const int groups = Format::padded(columns) / GROUP;
+    skew = skew_of(row, columns, first);
     begin =
         (const unsigned char*)values + (size_t(row) * groups + first_group(first)) * BYTES - skew;
     size = skew + (first_group(end - 1) - first_group(first)) * BYTES + ALIGNED;
@@ -63,13 +65,12 @@ struct GroupValues {
   }
   // Where a row's value for a span is, from the start of a stage's values.
   static DEVICE int find(int row, int skew, int stage, int first, int unit, int span) {
-    const int group =
-        SEVERAL ? (unit * Format::UNIT + span * Format::SPAN) / Format::GROUP : first & unit;
+    const int group = SEVERAL ? (unit * Format::UNIT + span * Format::SPAN) / GROUP : first & unit;
     return row * 2 * PIECE + ((skew + stage * STAGE) & (PIECE - 1)) + group * BYTES;
   }
 };
-template <class Format>
-struct GroupValues<0, Format> {  // none
+template <int BYTES, class Format>
+struct GroupValues<BYTES, 0, Format> {  // none
   static constexpr int SIZE = 0;
   static DEVICE int skew_of(int, int, int) { return 0; }
   DEVICE void aim(const void*, int, int, int, int) {}
@@ -77,9 +78,9 @@ struct GroupValues<0, Format> {  // none
 };
 
 template <class Format>
-using Scales = GroupValues<Format::GROUP ? Format::Scale::BYTES : 0, Format>;
+using Scales = GroupValues<Format::Scale::BYTES, Format::GROUP, Format>;
 template <class Format>
-using Zeros = GroupValues<Format::HAS_ZERO ? 1 : 0, Format>;
+using Zeros = GroupValues<1, Format::ZERO_GROUP, Format>;
 
 // Where a chunk of 16 bytes of a row lies in its 128: lanes that read at once find it in other
 // banks. A row's lanes read LANE_BYTES each, and as many rows read at once as fill 128 bytes.
@@ -120,12 +121,9 @@ struct Ring {
   DEVICE void aim() {
     low = find_row(row_of(place.lane / 8, 0));
     high = find_row(row_of(place.lane / 8, 1));
-    if constexpr (Format::GROUP != 0) {
-      const WeightRow at = row_of(place.lane / 2 % 8, place.lane / 16);
-      const int groups = Format::groups(p.columns);
-      scales.aim(pick(p.scale, at.weight), at.row, groups, place.first, place.end);
-      zeros.aim(pick(p.zero, at.weight), at.row, groups, place.first, place.end);
-    }
+    const WeightRow at = row_of(place.lane / 2 % 8, place.lane / 16);
+    scales.aim(pick(p.scale, at.weight), at.row, p.columns, place.first, place.end);
+    zeros.aim(pick(p.zero, at.weight), at.row, p.columns, place.first, place.end);
   }
   // Begin to copy the next stage.
   DEVICE void load(int slot) {
