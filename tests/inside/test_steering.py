@@ -313,7 +313,7 @@ def test_server_steers_each_request(lm: jaxllm.LM, tmp_path: Path) -> None:
         return read_completion(body).frames[0]
 
     def edits(steering: Any) -> Any:
-        return process._make_request(read(steering))["edits"]
+        return process._make_request(read(steering))[0]["edits"]
 
     calm, odd = vectors.values()
     zero = {layer: np.zeros_like(x) for layer, x in odd.items()}
