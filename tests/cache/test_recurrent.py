@@ -134,7 +134,10 @@ def test_part_of_a_delta_is_what_rewinding_leaves(lm: Any) -> None:
             position_BT = np.where(np.arange(8)[None] < kept, delta.position_BS, -1)
             part = jaxllm.commit(cache, delta.replace(position_BS=position_BT))
             logits, after = step(lm, part, [text[0, start + kept]])
-            assert_close(logits, plain[start + kept + 1][0])
+            expected = plain[start + kept + 1][0]  # some processors add chunks up less exactly
+            np.testing.assert_allclose(
+                logits, expected, rtol=1e-4, atol=2e-5 * np.abs(expected).max()
+            )
             if int(rewind_limit(whole)[0]) <= start + kept:
                 again, rewound = step(lm, rewind(whole, 8 - kept), [text[0, start + kept]])
                 np.testing.assert_array_equal(again, logits)

@@ -384,7 +384,7 @@ def test_generate_edits_prompt_and_new_tokens(lm: Any) -> None:
     x = seen.sites[read[0]]
     assert isinstance(x, np.ndarray)
     at = [T + 1, T + 3]
-    np.testing.assert_allclose(x, np.asarray(whole.sites[read[0]])[:, at], atol=2e-5)
+    np.testing.assert_allclose(x, np.asarray(whole.sites[read[0]])[:, at], rtol=1e-4, atol=2e-5)
     assert seen.sites[read[1]].shape == (B, 8, 2, seen.cache.slots + 1)
     steps = [
         step.sites for step in jaxllm.stream(*lm, ids, max_new_tokens=5, edits=STEER, read=read[:1])
