@@ -373,7 +373,8 @@ def _run_step(
         alone = MAX_BATCHED_RUN if invariant_rows else MAX_SLOTS
         groups = split_microbatches(runs, cache.batch + chunk, alone=alone)
     states = defaultdict[int, dict[int, tuple[Any, ...]]](dict)
-    for group in groups:
+    # Prompts first: the step ends when its draws do, so its time is that of all groups.
+    for group in sorted(groups, key=lambda group: -group[0].index_T.size):
         places, at = pack_microbatch(group, cache.batch, invariant_rows=invariant_rows)
         places = places.replace(edits=state.edits)
         out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
