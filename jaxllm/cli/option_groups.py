@@ -54,11 +54,8 @@ def _add_flags(cls: type) -> type:
     for name, spellings in _FLAGS.items():
         row = OPTIONS[name]
         kind = int if row.whole else Path if name in _FILES else str if row.expected else float
-        text = (
-            row.effect[0].upper()
-            + row.effect[1:].rstrip(".")
-            + f" ({row.remark})" * bool(row.remark)
-        )
+        text = row.effect[0].upper() + row.effect[1:].rstrip(".")
+        text += f" ({row.remark})" * bool(row.remark)
         option = typer.Option(*spellings.split(), metavar=_METAVARS.get(name), help=f"{text}.")
         hints[name] = Annotated[kind | None, option]
         setattr(cls, name, None)

@@ -30,7 +30,7 @@ def open_turn(prompt: str) -> str:
 
 
 class Gemma4Text(TextReader):
-    """Splits a text into thoughts, content and calls, whose arguments become JSON."""
+    """Splits a text into thoughts, content and calls, and writes arguments as JSON."""
 
     _depth, _in_string = 0, False  # of the arguments
 

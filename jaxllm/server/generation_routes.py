@@ -71,7 +71,7 @@ class GenerationRoutes:
             stream: Response = await unless_gone(request, opening)  # it may wait in the queue
             return stream
         await unless_gone(request, self._collect(writer, frames))
-        return json_response(writer.whole())
+        return json_response(writer.format_answer())
 
     async def _echo(
         self, call: GenerationCall, choices: Sequence[Choice], frames: Sequence[Frame]

@@ -23,7 +23,7 @@ Content = str | list[dict[str, Any]]
 _REFUSED = {name: name for name in ("mcp_servers", "container")}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# What the chat's reader would take for fields of its own.
+# Fields that this interface lacks, but that a chat's body would have.
 _OTHERS = {"n", "logprobs", "top_logprobs", "echo", "stop", "add_generation_prompt",
            "continue_final_message", "max_completion_tokens"}  # fmt: skip
 
@@ -159,7 +159,7 @@ class MessageWriter(ItemWriter):
 
     def begin(self, frame: Mapping[str, Any]) -> Iterable[Json]:
         self._usage["input_tokens"] = frame.get("prompt_tokens", 0)
-        yield {"type": "message_start", "message": self.whole()}
+        yield {"type": "message_start", "message": self.format_answer()}
         yield {"type": "ping"}
 
     def open_item(self, kind: str, call: Json | None) -> Iterable[Json]:
@@ -208,7 +208,7 @@ class MessageWriter(ItemWriter):
     def fail(self, error: ApiError) -> Json:
         return error.as_anthropic()
 
-    def whole(self) -> Json:
+    def format_answer(self) -> Json:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self.model,
                 "content": self._blocks, **self._end, "usage": self._usage}  # fmt: skip
 

@@ -506,7 +506,7 @@ class ModelProcess:
         return text[: text.rindex(_ROLE_ENDS)]
 
     def _put_thought(self, message: Frame) -> Frame:
-        """Return a message whose thought is a part of its content, as the model wrote it."""
+        """Return a message with its thought, between its marks, in front of the content."""
         thought = message.get("reasoning_content")
         if message["role"] != "assistant" or not thought or self._thought_marks is None:
             return message

@@ -30,7 +30,7 @@ def encode_json(value: Any) -> bytes:
 class Writer:
     """Writes an answer while it grows: its events, or at the end all of it.
 
-    call: the request. choices: what the model says. ends: their `done` frames, by index.
+    call: the request. choices: its texts while they grow. ends: their `done` frames, by index.
     """
 
     ping = b": ping\n\n"
@@ -76,7 +76,7 @@ class Writer:
         """Return the event of an error."""
         return error.body
 
-    def whole(self) -> Json:
+    def format_answer(self) -> Json:
         """Return the answer."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class Answer(Writer):
         if self._shows_usage:
             yield {**self._chunk(), **self._statistics()}
 
-    def whole(self) -> Json:
+    def format_answer(self) -> Json:
         choices = [choice.format_choice() for choice in self.choices]
         return {**self._head, "choices": choices, **self._statistics()}
 
@@ -128,7 +128,7 @@ class Answer(Writer):
     def _statistics(self) -> Json:
         """Return the tokens of all choices, and the times of an answer with one choice.
 
-        Each prompt counts once. The times are llama.cpp's, whose clients show them.
+        Each prompt counts once. The times have llama.cpp's names, for clients that show them.
         """
         ends = [self.ends[index] for index in range(len(self.choices))]
         prompts = len({str(frame.get("prompt")) for frame in self.call.frames})

@@ -31,7 +31,7 @@ from jaxllm.server.openai_responses import ItemWriter, encode_json
 Json = dict[str, Any]
 MAX_RESPONSES, MAX_RESPONSE_BYTES = 1000, 64 << 20  # that are kept, with their conversations
 _REFUSED = {name: name for name in ("background", "conversation", "prompt", "top_logprobs")}
-# What the chat's reader would take for fields of its own.
+# Fields that this interface lacks, but that a chat's body would have.
 _OTHERS = {"messages", "n", "logprobs", "echo", "response_format", "add_generation_prompt",
            "continue_final_message"}  # fmt: skip
 
@@ -282,7 +282,7 @@ class ResponseWriter(ItemWriter):
             "response.failed", response={**self._response, "status": "failed", "error": why}
         )
 
-    def whole(self) -> Json:
+    def format_answer(self) -> Json:
         return self._response
 
     def _item_event(self, what: str) -> Json:

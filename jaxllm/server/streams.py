@@ -86,6 +86,6 @@ async def wait_until_gone(receive: Receive) -> None:
 
 
 def format_event(body: dict[str, Any]) -> bytes:
-    """Return an event, whose name is its type where it has one."""
+    """Return an event. A body with a type has it as the event's name, too."""
     name = f"event: {body['type']}\n" if "type" in body else ""
     return name.encode() + b"data: " + encode_json(body) + b"\n\n"

@@ -113,9 +113,9 @@ def _tei_result(result: Frame, documents: Sequence[str], fields: _Rerank) -> Fra
 
 def _shorten(data: bytes, dimensions: int | None) -> bytes:
     """Return a vector's first numbers, scaled to norm 1 again (Matryoshka embeddings)."""
-    vector_D = np.frombuffer(data, "<f4")
     if dimensions is None:
         return data
+    vector_D = np.frombuffer(data, "<f4")
     if dimensions > len(vector_D):
         message = f"dimensions must be at most {len(vector_D)}, got {dimensions}"
         raise invalid(message, "dimensions")

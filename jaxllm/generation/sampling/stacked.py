@@ -1,9 +1,10 @@
 """A different sampler in each row of a loop.
 
-The options of a request are data: a sampler whose processors all come from options gets those that
-it lacks, with values that change nothing. So these are of one kind, or two with the rare options,
-and a program runs a processor only while a row uses it. A sampler with other processors (functions,
-classes of users, automata) has a kind of its own; each set of kinds compiles programs.
+The options of a request are data. A sampler made of options gets every processor that options can
+make, and those that it does not use have values that change nothing. So there are two kinds of such
+samplers, with the rare options and without, and a program runs a processor only while a row uses
+it. A sampler with functions, classes of users or automata has a kind of its own. Each set of kinds
+compiles programs.
 """
 
 import math
@@ -197,8 +198,10 @@ def rare_sampler(vocab_size: int) -> Sampler:
 
 
 def _widen(sampler: Sampler, whole: Sequence[Processor]) -> OptionSampler | None:
-    """Return a sampler with all of these neutral processors, in whose order its own are; None if it
-    has others.
+    """Return a sampler that has all of these processors, with its own values. None if it has
+    others, or another order.
+
+    whole: Processors with values that change nothing.
     """
     rest = list(sampler.processors)
     processors, on = list[Processor](), list[bool]()
