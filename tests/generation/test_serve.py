@@ -308,8 +308,12 @@ def test_options_compile_nothing(compiled: list[str], burst: int) -> None:
         ]
         return len(list(serve(*lm, each, **SHAPE, burst=burst)))
 
-    plain = [make_request(i, prompt=tokens(1, 9)[0], sampler=jaxllm.GREEDY) for i in range(3)]
-    list(serve(*lm, [*plain, make_request(3, sampler=rare_sampler(131))], **SHAPE, burst=burst))
+    rare = make_request(0, sampler=rare_sampler(131))
+    plain = [  # budgets that end at other steps, so that every number of rows decodes
+        make_request(i, prompt=tokens(1, 9)[0], max_new_tokens=i, sampler=jaxllm.GREEDY)
+        for i in range(1, 9)
+    ]
+    list(serve(*lm, [rare, *plain], **SHAPE, burst=burst))
     before = len(compiled)
     assert served(0, 7) > 20
     assert compiled[before:] == []
