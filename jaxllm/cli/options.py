@@ -45,8 +45,9 @@ def check_paths(values: Mapping[str, Any]) -> None:
     """
     from jaxllm.checkpoints.resolve import resolve_path
 
-    model = values.get("model")
-    if model is not None and not model.startswith("hf:"):
+    for model in values.get("models") or filter(None, [values.get("model")]):
+        if model.startswith("hf:"):
+            continue
         try:
             resolve_path(model)
         except CheckpointError as error:

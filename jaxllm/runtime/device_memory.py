@@ -1,6 +1,7 @@
 """The use of a device's memory: for the start of a command, and an allocation that fails."""
 
 import re
+from pathlib import Path
 
 _HOW = "XLA_PYTHON_CLIENT_MEM_FRACTION changes its share"
 
@@ -20,6 +21,22 @@ def describe_memory() -> str | None:
         f" {limit / 1e9:.1f} ({_HOW}, XLA_PYTHON_CLIENT_PREALLOCATE=false takes only what is"
         f" needed); {used / 1e9:.1f} GB are in use"
     )
+
+
+def held_memory() -> int:
+    """Return the bytes that this process holds of its device, of the machine on a CPU."""
+    import resource  # not on Windows
+
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_in_use" in stats:
+        return int(stats["bytes_in_use"])
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:  # macOS, in bytes: the most so far
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize()
 
 
 def describe_full_memory(error: BaseException) -> str | None:

@@ -7,7 +7,7 @@ what the model computes for it, in the queue, within the prompt or while decodin
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from jaxllm.server.messages_api import MessagesRoutes
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_requests import ModelFields, check_fields, is_prompt, read_conversation
-from jaxllm.server.responses_api import ResponsesRoutes
+from jaxllm.server.responses_api import ResponsesRoutes, ResponseStore
 from jaxllm.server.streams import unless_gone
 from jaxllm.server.vector_routes import VectorRoutes
 
@@ -48,13 +48,21 @@ STATS_SECONDS = 0.5
 
 
 def build_app(
-    client: ModelClient, settings: ServerSettings, *, starts_model: bool = False
+    client: ModelClient,
+    settings: ServerSettings,
+    *,
+    starts_model: bool = False,
+    responses: ResponseStore | None = None,
+    layers: Sequence[Middleware] | None = None,
 ) -> Starlette:
     """Return the application that answers with this model.
 
-    starts_model: the application starts the model's process, and ends it.
+    Args:
+        starts_model: The application starts the model's process, and ends it.
+        responses: Where responses are kept, if several applications share them.
+        layers: Around the routes, instead of `make_layers`.
     """
-    api = _Api(client, settings)
+    api = Api(client, settings, responses or ResponseStore())
 
     @asynccontextmanager
     async def live(_: Starlette) -> AsyncIterator[None]:
@@ -64,6 +72,18 @@ def build_app(
         if starts_model:
             await client.close()
 
+    routes = [Route(path, answer, methods=[method]) for path, method, answer in api.routes()]
+    layers = make_layers(settings) if layers is None else layers
+    app = Starlette(
+        routes=routes, middleware=layers, lifespan=live, exception_handlers=error_handlers(api)
+    )
+    app.state.api = api
+    app.router.redirect_slashes = False
+    return app
+
+
+def make_layers(settings: ServerSettings) -> list[Middleware]:
+    """Return what is around the routes: names of requests, origins, hosts, keys and limits."""
     layers = [Middleware(_RequestIds)]
     if settings.origins:
         layers.append(
@@ -79,19 +99,15 @@ def build_app(
         Middleware(Keys, keys=settings.keys),
         Middleware(Bounds, body_bytes=settings.body_bytes, read_seconds=settings.read_seconds),
     ]
-    routes = []
-    for path, method, answer in api.routes():
-        routes.append(Route(path, answer, methods=[method]))
-    app = Starlette(
-        routes=routes, middleware=layers, lifespan=live,
-        exception_handlers={
-            ApiError: api.answer_error, HTTPException: api.answer_http_error,
-            ClientDisconnect: _forget_client, Exception: api.answer_failure,
-        },
-    )  # fmt: skip
-    app.state.api = api
-    app.router.redirect_slashes = False
-    return app
+    return layers
+
+
+def error_handlers(api: "Api") -> dict[Any, Any]:
+    """Return what answers each kind of exception."""
+    return {
+        ApiError: api.answer_error, HTTPException: api.answer_http_error,
+        ClientDisconnect: _forget_client, Exception: api.answer_failure,
+    }  # fmt: skip
 
 
 class _Texts(Struct):
@@ -110,13 +126,16 @@ class _Look(ModelFields):
     tokens: list[int] | None = None
 
 
-class _Api:
+class Api:
     """The routes' functions."""
 
-    def __init__(self, client: ModelClient, settings: ServerSettings) -> None:
+    def __init__(
+        self, client: ModelClient, settings: ServerSettings, responses: ResponseStore
+    ) -> None:
         self._backend = backend = ServerBackend(client, settings)
+        self.metrics = backend.metrics
         self._generation, self._vectors = GenerationRoutes(backend), VectorRoutes(backend)
-        self._responses = ResponsesRoutes(self._generation)
+        self._responses = ResponsesRoutes(self._generation, responses)
         self._messages = MessagesRoutes(self._generation)
         self._created = int(time.time())
 
@@ -201,6 +220,11 @@ class _Api:
         })  # fmt: skip
 
     async def _metrics(self, request: Request) -> Response:
+        await self.update_metrics()
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def update_metrics(self) -> None:
+        """Read the numbers of now: requests, tasks, the prefix cache."""
         client, metrics = self._backend.client, self._backend.metrics
         metrics.running.set(len(client.running))
         metrics.waiting.set(len(client.waiting))
@@ -211,20 +235,24 @@ class _Api:
                 stats = await client.call("stats")
             metrics.cache_bytes.set(stats.get("nbytes", 0))
             metrics.cache_evictions.set(stats.get("evictions", 0))
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:
-        names = [*self._backend.settings.names, *self._backend.client.info.get("adapters", ())]
-        return json_response({"object": "list", "data": [self._describe(name) for name in names]})
+        data = [self.describe_model(name) for name in self.names()]
+        return json_response({"object": "list", "data": data})
+
+    def names(self) -> list[str]:
+        """Return the names that requests may have as their model."""
+        return [*self._backend.settings.names, *self._backend.client.info.get("adapters", ())]
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:  # `adapter` takes it for the default
             raise HTTPException(404, "Not Found")
         self._backend.adapter(name)
-        return json_response(self._describe(name))
+        return json_response(self.describe_model(name))
 
-    def _describe(self, name: str) -> Frame:
+    def describe_model(self, name: str) -> Frame:
+        """Return what OpenAI's list of models says of one."""
         info = self._backend.client.info
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "jaxllm",

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from jaxllm.errors import JaxllmError
 from jaxllm.files import parse_json
-from jaxllm.server.errors import ApiError, from_model, invalid
+from jaxllm.server.errors import ApiError, from_model, invalid, unknown_model
 from jaxllm.server.metrics import ServerMetrics
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.openai_responses import encode_json
@@ -71,11 +71,7 @@ class ServerBackend:
         if name in adapters:
             return name
         if name and name not in self.settings.names:
-            known = ", ".join([*self.settings.names, *adapters])
-            raise ApiError(
-                404, f"the model {name!r:.80} does not exist; there are: {known}",
-                type="not_found_error", param="model", code="model_not_found",
-            )  # fmt: skip
+            raise unknown_model(name, [*self.settings.names, *adapters])
         return "base" if adapters else None
 
     def answer_name(self, name: str) -> str:

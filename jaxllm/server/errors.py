@@ -1,5 +1,6 @@
 """Errors of the HTTP interface, in OpenAI's form."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from jaxllm.server.model_client import ModelError
@@ -53,6 +54,12 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 def unsupported(what: str, param: str | None = None) -> ApiError:
     """Return the error of a request for what this server does not do."""
     return ApiError(400, f"{what} is not supported", param=param, code="not_supported")
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    """Return the error of a request for a model that is not served."""
+    message = f"the model {name!r:.80} does not exist; there are: {', '.join(known)}"
+    return ApiError(404, message, type="not_found_error", param="model", code="model_not_found")
 
 
 def from_model(error: ModelError) -> ApiError:

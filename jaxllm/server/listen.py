@@ -9,9 +9,9 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import h11
 import uvicorn
@@ -28,7 +28,7 @@ from jaxllm.server.limits import (
     headers_too_large,
     send_error,
 )
-from jaxllm.server.model_client import ModelClient, ModelError
+from jaxllm.server.model_client import ModelError
 
 HEADER_SECONDS = 10.0
 WRITE_SECONDS = 30.0
@@ -108,6 +108,23 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
+class Runnable(Protocol):
+    """What is loaded before requests come, and ended after them: a model, or several."""
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """`model` describes it."""
+
+    async def start(self) -> None:
+        """Load it. Raises ModelError."""
+
+    async def drain(self, seconds: float) -> None:
+        """Let running requests end, for up to `seconds`."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
 class Address(NamedTuple):
     """Where to listen: a port of a host, or a Unix socket if `path` is given."""
 
@@ -172,7 +189,7 @@ class Address(NamedTuple):
 
 
 def run(
-    app: Any, client: ModelClient, address: Address, *, grace: float, log: Callable[[str], None]
+    app: Any, client: Runnable, address: Address, *, grace: float, log: Callable[[str], None]
 ) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish for up to `grace` seconds.
 
@@ -197,7 +214,7 @@ def make_server(app: Any, protocol: type[BoundedProtocol] = BoundedProtocol) -> 
 
 async def _serve(
     app: Any,
-    client: ModelClient,
+    client: Runnable,
     listening: socket.socket,
     where: str,
     grace: float,

@@ -15,20 +15,20 @@ class ServerMetrics:
     """The server's counters."""
 
     def __init__(self, model: str) -> None:
-        self._registry, self._model = CollectorRegistry(), model
+        self.registry, self._model = CollectorRegistry(), model
 
         def gauge(name: str, text: str) -> Any:
-            return Gauge(f"jaxllm:{name}", text, ["model_name"], registry=self._registry).labels(
+            return Gauge(f"jaxllm:{name}", text, ["model_name"], registry=self.registry).labels(
                 model
             )
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            made = Counter(f"jaxllm:{name}", text, ["model_name", *labels], registry=self._registry)
+            made = Counter(f"jaxllm:{name}", text, ["model_name", *labels], registry=self.registry)
             return made if labels else made.labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
             return Histogram(
-                f"jaxllm:{name}", text, ["model_name"], buckets=buckets, registry=self._registry
+                f"jaxllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
             ).labels(model)
 
         self.running = gauge("num_requests_running", "Requests that have a row.")
@@ -71,7 +71,7 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Return the page."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def follow(self) -> "_Request":
         """Return the clock of a new request."""

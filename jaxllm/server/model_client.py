@@ -80,8 +80,8 @@ class ModelClient:
 
     async def drain(self, seconds: float) -> None:
         """Refuse new and waiting requests; return when the running ones end, or after `seconds`."""
-        if self.state == "ready":
-            self.state = "draining"
+        was_ready, self.state = self.state == "ready", "draining"
+        if was_ready:
             self.send({"id": 0, "do": "drain"})
         deadline = time.monotonic() + seconds
         while self._answers and time.monotonic() < deadline:
@@ -90,10 +90,24 @@ class ModelClient:
     async def close(self) -> None:
         """End the process and the open requests."""
         self.state = "failed" if self.state == "failed" else "draining"
+        await self._end_process()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the process runs, or is being started again."""
+        return self._task is not None
+
+    async def unload(self) -> None:
+        """End the process and the open requests; `start` may load the model again."""
+        await self._end_process()
+        self.state = "draining" if self.state == "draining" else "starting"
+
+    async def _end_process(self) -> None:
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+            self._task = None
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the process. Raises ModelError if there is none."""

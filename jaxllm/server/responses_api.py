@@ -54,55 +54,66 @@ class _Fields(Struct):
     top_p: float | None = None
 
 
-class ResponsesRoutes:
-    """The functions of the routes for responses."""
+class ResponseStore:
+    """Responses with their conversations, by the client's key; the oldest ones give way."""
 
-    def __init__(self, generation: GenerationRoutes) -> None:
-        self._generation = generation
+    def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._num_bytes = 0
 
-    async def create(self, request: Request) -> Response:
-        body = await read_body(request)
-        fields = check_fields(body, _Fields)
-        messages = _read_items(fields.input)
-        if fields.previous_response_id is not None:
-            messages = self._find(request, fields.previous_response_id)["messages"] + messages
-
-        def keep(response: Json) -> None:
-            if fields.store:
-                said = [*messages, *_read_items(response["output"])]
-                self._keep(request, response["id"], {"response": response, "messages": said})
-
-        write = partial(ResponseWriter, fields=fields, keep=keep)
-        return await self._generation.answer(request, _read_call(body, fields, messages), write)
-
-    async def retrieve(self, request: Request) -> Response:
-        return json_response(self._find(request, request.path_params["name"])["response"])
-
-    async def delete(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._find(request, name)
-        self._drop(_key(request, name))
-        return json_response({"id": name, "object": "response", "deleted": True})
-
-    def _find(self, request: Request, name: str) -> Any:
+    def find(self, request: Request, name: str) -> Any:
         """Return a response with its conversation; of another key's there are none."""
         if (kept := self._kept.get(_key(request, name))) is None:
             message = f"there is no response {name!r:.80}"
             raise ApiError(404, message, type="not_found_error", param="previous_response_id")
         return json.loads(kept)
 
-    def _keep(self, request: Request, name: str, response: Json) -> None:
-        """Keep a response; the oldest ones give way."""
+    def keep(self, request: Request, name: str, response: Json) -> None:
+        """Keep a response with its conversation."""
         data = encode_json(response)
         self._kept[_key(request, name)] = data
         self._num_bytes += len(data)
         while len(self._kept) > MAX_RESPONSES or self._num_bytes > MAX_RESPONSE_BYTES:
             self._drop(next(iter(self._kept)))
 
+    def delete(self, request: Request, name: str) -> None:
+        """Forget a response. Raises ApiError if there is none."""
+        self.find(request, name)
+        self._drop(_key(request, name))
+
     def _drop(self, key: tuple[str, str]) -> None:
         self._num_bytes -= len(self._kept.pop(key))
+
+
+class ResponsesRoutes:
+    """The functions of the routes for responses."""
+
+    def __init__(self, generation: GenerationRoutes, store: ResponseStore) -> None:
+        self._generation, self._store = generation, store
+
+    async def create(self, request: Request) -> Response:
+        body = await read_body(request)
+        fields = check_fields(body, _Fields)
+        messages = _read_items(fields.input)
+        if fields.previous_response_id is not None:
+            messages = self._store.find(request, fields.previous_response_id)["messages"] + messages
+
+        def keep(response: Json) -> None:
+            if fields.store:
+                said = [*messages, *_read_items(response["output"])]
+                kept = {"response": response, "messages": said}
+                self._store.keep(request, response["id"], kept)
+
+        write = partial(ResponseWriter, fields=fields, keep=keep)
+        return await self._generation.answer(request, _read_call(body, fields, messages), write)
+
+    async def retrieve(self, request: Request) -> Response:
+        return json_response(self._store.find(request, request.path_params["name"])["response"])
+
+    async def delete(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._store.delete(request, name)
+        return json_response({"id": name, "object": "response", "deleted": True})
 
 
 def _key(request: Request, name: str) -> tuple[str, str]:
