@@ -33,10 +33,16 @@ pytestmark = pytest.mark.devices
 CLOSE = 3e-5  # relative to the largest value: sums run in another order
 
 
+# Stages need the same layers in the same places, so none of these models' is dense here.
+ALL_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "glm4_moe": {"first_k_dense_replace": 0},
+}
+
+
 def of_layers(family: str, layers: int, **changes: Any) -> tuple[Any, Any]:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    if family == "qwen3_moe":
-        changes = {"mlp_only_layers": [], **changes}
+    changes = {**ALL_EXPERTS.get(family, {}), **changes}
     return make_model(family, **{name: layers}, **changes)
 
 
