@@ -53,6 +53,22 @@ class StubModel(ModelClient):
             self.left += not ended
 
 
+def say(text: str, finish: str = "eos", **done: Any) -> StubModel:
+    """Return a model that thinks and calls as Qwen3 does, and says this text."""
+
+    async def script(fields: Any) -> AsyncGenerator[Frame]:
+        yield {"started": True, "prompt_tokens": 9, "opened": ""}
+        pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
+        for i, piece in enumerate(pieces):
+            yield {"chunk": [piece, 5, finish if i == len(pieces) - 1 else None]}
+        yield {"done": {"finish_reason": finish, "prompt_tokens": 9, "cached_tokens": 4, "seed": 0,
+                        "completion_tokens": len(pieces), "draft_stats": [], **done}}  # fmt: skip
+
+    model = StubModel(script)
+    model.info |= {"tool_style": "hermes", "thought_marks": ["<think>", "</think>"]}
+    return model
+
+
 class Endpoint(NamedTuple):
     """Where a server in this process listens."""
 

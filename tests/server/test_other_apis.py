@@ -15,7 +15,7 @@ from jaxllm.server.errors import ApiError
 from jaxllm.server.messages_api import _read_chat_body
 from jaxllm.server.openai_requests import GenerationCall, read_chat
 from jaxllm.server.responses_api import _Fields, _read_call, _read_items
-from tests.server.servers import Endpoint, StubModel, serve_stub
+from tests.server.servers import Endpoint, StubModel, say, serve_stub
 
 pytestmark = pytest.mark.anyio
 THINK, CALL = "<think>\nHm.\n</think>\n\n", '{"city": "Bonn"}'
@@ -25,22 +25,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FLAT: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
 TOOL: Any = {"name": "weather", "description": "It tells", "input_schema": SCHEMA}
 USER = {"role": "user", "content": "Hi"}
-
-
-def say(text: str, finish: str = "eos", **done: Any) -> StubModel:
-    """Return a model that thinks and calls as Qwen3 does, and says this text."""
-
-    async def script(fields: Any) -> AsyncGenerator[dict[str, Any]]:
-        yield {"started": True, "prompt_tokens": 9, "opened": ""}
-        pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
-        for i, piece in enumerate(pieces):
-            yield {"chunk": [piece, 5, finish if i == len(pieces) - 1 else None]}
-        yield {"done": {"finish_reason": finish, "prompt_tokens": 9, "cached_tokens": 4, "seed": 0,
-                        "completion_tokens": len(pieces), "draft_stats": [], **done}}  # fmt: skip
-
-    model = StubModel(script)
-    model.info |= {"tool_style": "hermes", "thought_marks": ["<think>", "</think>"]}
-    return model
 
 
 def use_openai(endpoint: Endpoint, key: str = "none") -> openai.AsyncOpenAI:
