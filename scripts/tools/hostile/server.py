@@ -95,8 +95,12 @@ class Server:
 
     async def usage(self) -> Usage:
         """Return what the processes use once no request runs."""
-        values = await self.wait_until_idle()
+        await self.wait_until_idle()
         await asyncio.sleep(0.3)  # connections that were just closed
+        return await self.usage_now()
+
+    async def usage_now(self) -> Usage:
+        """Return what the processes use."""
         values = await self.metrics()
         pids = self.process.pid, self.model_pid
         return Usage(
