@@ -14,6 +14,7 @@ import torch
 
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.ops.native import INSTRUCTION_SETS, available_isas
+from jaxllm.server.limits import PAGE_FILES
 from tests.conftest import ROOT
 from tests.tiny_models import load_twin
 
@@ -116,7 +117,7 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
     assert "-py3-none-" in str(built.filename)  # for every Python
     assert "jaxllm/ops/native/_kernels.so" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
-    page = {f"jaxllm/server/page/{name}" for name in ("index.html", "page.js", "page.css")}
+    page = {f"jaxllm/server/page/{name}" for name in ("index.html", *PAGE_FILES)}
     assert {"jaxllm/convert/hf.py", "jaxllm/__init__.pyi", *page} <= {*names}
     sources_of_gpu = [name for name in names if "csrc" in name]
     assert "jaxllm/ops/cuda/csrc/kernel.cu" in sources_of_gpu  # compiled at first use

@@ -26,7 +26,16 @@ from jaxllm import __version__
 from jaxllm.server.backend import ServerBackend, ServerSettings, json_response, read_body
 from jaxllm.server.errors import ApiError, invalid
 from jaxllm.server.generation_routes import GenerationRoutes
-from jaxllm.server.limits import Bounds, Hosts, Keys, Message, Receive, Scope, Send
+from jaxllm.server.limits import (
+    PAGE_FILES,
+    Bounds,
+    Hosts,
+    Keys,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 from jaxllm.server.messages_api import MessagesRoutes
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
@@ -170,7 +179,7 @@ class Api:
             ]
         routes += [
             (f"/{file}", "GET", self._page(PAGE / (file or "index.html")))
-            for file in ("", "page.js", "page.css")
+            for file in ("", *PAGE_FILES)
         ]
         return routes
 

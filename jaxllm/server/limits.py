@@ -23,7 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HEADER_BYTES = 16 << 10
-PUBLIC_PATHS = ("/", "/health", "/page.js", "/page.css")
+PAGE_FILES = ("page.js", "shared.js", "chat.js", "branches.js", "page.css")
+PUBLIC_PATHS = ("/", "/health", *(f"/{file}" for file in PAGE_FILES))
 
 
 def read_keys(path: Path) -> list[str]:

@@ -71,8 +71,9 @@ class Browser:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """Return the value of a JavaScript expression."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        """Return the value of a JavaScript expression, also of one that comes later."""
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True,
+                           awaitPromise=True, userGesture=True)  # fmt: skip
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -82,6 +83,18 @@ class Browser:
         while not self.run(f"Boolean({script})"):
             assert time.monotonic() < deadline, (script, self.run("document.body.innerText"))
             time.sleep(0.05)
+
+    def press(self, key: str) -> None:
+        """Press a key of the keyboard."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowDown": 40}
+        text = {"Enter": "\r"}.get(key, "")
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text,
+                      windowsVirtualKeyCode=codes.get(key, 0))  # fmt: skip
+
+    def type(self, text: str) -> None:
+        """Write a text where the focus is."""
+        self.call("Input.insertText", text=text)
 
     def save_picture(self, path: Path) -> None:
         """Write the window as a PNG."""

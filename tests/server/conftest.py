@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import jaxllm
+from tests.server.browser import Browser, open_browser
 from tests.server.processes import RunningServer, make_client, start_server
 
 NAMES = ("demo", "gpt-4o", "demo:llama")
@@ -33,3 +34,9 @@ def client(server: RunningServer) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def lm(shallow: Any) -> Any:
     return jaxllm.load(shallow("llama"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened

@@ -16,30 +16,40 @@ from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.lm import LM
 from jaxllm.server.app import PAGE
 from jaxllm.server.branch_view import describe_tokens, last_step
+from jaxllm.server.limits import PAGE_FILES
 from jaxllm.server.openai_responses import Choice
 from jaxllm.steps import forward
-from tests.server.browser import Browser, open_browser
+from tests.server.browser import Browser
 from tests.server.conftest import NAMES
 from tests.server.processes import RunningServer, start_server
 
 TEXT = "Once upon a time there was a"
+STORY = f"{TEXT} cat."
 IDLE = "!document.body.classList.contains('busy')"
 LOOKED = f"{IDLE} && document.querySelectorAll('#next button').length === 3"
 CLIENT = httpx.Client(timeout=60)
 PICTURES = os.environ.get("JAXLLM_PAGE_PICTURES")  # a folder, such as docs
 
 
-@pytest.mark.parametrize("name", ["index.html", "page.js", "page.css"])
+def test_page_files_are_served() -> None:
+    assert {path.name for path in PAGE.iterdir()} == {"index.html", *PAGE_FILES}
+
+
+@pytest.mark.parametrize("name", ["index.html", *PAGE_FILES])
 def test_page_files_load_nothing_from_elsewhere(name: str) -> None:
     text = (PAGE / name).read_text("utf-8")
+    own = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";$', re.MULTILINE)
+    text = own.sub("", text) if name.endswith(".js") else text
     assert not re.search(r"https?://|//\w+\.\w|@import|url\(|\bimport\b|eval\(|innerHTML", text)
     assert "<style" not in text
-    assert not re.search(r"\s(style|on\w+)=", text) or name == "page.js"
+    assert not re.search(r"\s(style|on\w+)=", text) or name.endswith(".js")
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", text))
 
 
 def test_page_files_have_strict_policy(server: RunningServer) -> None:
-    for name, kind in (("", "html"), ("page.js", "javascript"), ("page.css", "css")):
+    kinds = {".js": "javascript", ".css": "css"}
+    for name in ("", *PAGE_FILES):
+        kind = kinds.get(Path(name).suffix, "html")
         answer = CLIENT.get(f"{server.url}/{name}")
         assert answer.status_code == 200
         assert f"text/{kind}" in answer.headers["content-type"]
@@ -153,54 +163,32 @@ def test_colors_have_contrast() -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def stories(browser: Browser) -> Iterator[RunningServer]:
     """A server of demo:llama with all its layers, if there is a browser."""
     with start_server(*(f"--name={name}" for name in NAMES), "--rows", "16") as running:
         yield running
 
 
-def test_chat_streams_stops_and_repeats(stories: RunningServer, browser: Browser) -> None:
-    """A message is answered, Again gives another answer, and Stop ends a long one.
-
-    A reload keeps the conversation, and Edit takes the last question back.
-    """
-    browser.open(f"{stories.url}/#text=Once upon a time there was a cat.")
+def test_chat_answers_and_looks_inside(stories: RunningServer, browser: Browser) -> None:
+    """A message is answered, Again gives another answer, Look inside opens it as branches."""
+    browser.open(f"{stories.url}/#text={STORY}")
     browser.wait(f"{IDLE} && document.querySelector('#prompt').value")
     names = browser.run("[...document.querySelectorAll('#model option')].map((x) => x.value)")
     assert names == list(NAMES)
     browser.run("document.querySelector('#model').value = 'demo:llama'")
     _fill(browser, seed=11, max_tokens=120)
     browser.run("document.querySelector('#ask').requestSubmit()")
-    browser.wait(f"{IDLE} && document.querySelector('.tools')")
-    first = browser.run("document.querySelector('.assistant').textContent")
+    browser.wait(f"{IDLE} && document.querySelector('.assistant .tools')")
+    first = browser.run("document.querySelector('.assistant .text').textContent")
     assert len(first.split()) > 40
     _save(browser, "page-chat.png")
-    _fill(browser, seed=12, max_tokens=400)
-    browser.run("document.querySelector('.tools button').click()")
-    browser.wait("document.querySelector('.assistant').textContent.length > 9")
-    assert not browser.run("document.querySelector('#chat .stop').hidden")
-    browser.run("document.querySelector('#chat .stop').click()")
-    browser.wait(IDLE)
-    assert 0 < len(browser.run("document.querySelector('.assistant').textContent")) < 1200
-    assert browser.run("document.querySelectorAll('#log li').length") == 3
-    browser.open(f"{stories.url}/#view=chat")
-    browser.wait(f"{IDLE} && document.querySelectorAll('#log li').length === 3")
-    browser.run("document.querySelectorAll('.tools button')[2].click()")
-    browser.wait("document.querySelector('#prompt').value")
-    question = "Once upon a time there was a cat."
-    assert browser.run("document.querySelector('#prompt').value") == question
-    assert browser.run("document.querySelectorAll('#log li').length") == 0
-    browser.run("document.querySelector('#system').value = 'Be brief.'")
-    browser.run("document.querySelector('#ask').requestSubmit()")
-    browser.wait(f"{IDLE} && document.querySelector('.tools')")
-    browser.run("document.querySelectorAll('.tools button')[1].click()")
+    _fill(browser, seed=12)
+    browser.run("document.querySelector('.assistant .again').click()")
+    browser.wait(f"{IDLE} && document.querySelector('.assistant .tools')")
+    assert browser.run("document.querySelector('.assistant .text').textContent") != first
+    browser.run("document.querySelector('.look-inside').click()")
     browser.wait(f"{LOOKED} && !document.querySelector('#branches').hidden")
+    assert browser.run("document.querySelector('#tokens').textContent").startswith(STORY)
     assert not browser.problems
 
 
@@ -275,8 +263,7 @@ def test_tokens_fork_with_the_keyboard(stories: RunningServer, browser: Browser)
     assert browser.run("document.documentElement.scrollWidth") == 360
     browser.run("document.querySelector('.token[tabindex=\"0\"]').focus()")
     for key in ("ArrowLeft", "ArrowLeft", "Enter"):
-        browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
-        browser.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        browser.press(key)
     browser.wait(f"{LOOKED} && document.querySelectorAll('#tree li').length === 2")
     assert browser.run("document.querySelector('#tokens').textContent") == TEXT.removesuffix(
         " was a"
