@@ -2,7 +2,8 @@
 
     serve run jaxllm.batch_inference.ray:build model=demo:llama rows=8 replicas=2
 
-runs `jaxllm serve` in each replica of Ray Serve, with OpenAI's interface, its own queue and caches.
+runs `jaxllm serve` in each replica of Ray Serve, with OpenAI's interface, its own queue and caches;
+a request goes to the replica that has seen the longest beginning of it.
 """
 
 import json
@@ -102,27 +103,31 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
         text = f"rows, capacity, threads and replicas must be integers: {error}"
         raise ConfigError(text) from None
     serve = _import_ray("ray.serve")
-    from jaxllm.server.app import build_app
+    from jaxllm.batch_inference.ray_serve import Ingress, PrefixRouter, Replica
     from jaxllm.server.backend import ServerSettings
-    from jaxllm.server.model_client import ModelClient
     from jaxllm.server.model_process import ModelSettings
 
     name = name or os.path.basename(model)
     settings = ServerSettings((name,), hosts=("*",))  # Ray's proxy is in front
     process = ModelSettings(rows=rows, capacity=capacity, threads=threads)
-
-    def build_replica() -> Any:
-        """Return the application; its model's process starts with the first request."""
-        client = ModelClient(partial(load, model, show_progress=False), process)
-        return build_app(client, settings, starts_model=True)
-
-    deployed: Any = serve.deployment(
+    num_open = rows + settings.max_waiting  # the replica queues them itself
+    replica: Any = serve.deployment(
         name="jaxllm",
         num_replicas=replicas,
-        max_ongoing_requests=rows + settings.max_waiting,  # the replica queues them itself
+        max_ongoing_requests=num_open,
         ray_actor_options={"num_cpus": threads},
+        request_router_config={
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": {"margin": rows // 2},
+        },
     )
-    return deployed(serve.ingress(build_replica)(type("Replica", (), {}))).bind()
+    ingress: Any = serve.deployment(
+        name="jaxllm-ingress",
+        max_ongoing_requests=num_open * replicas,
+        ray_actor_options={"num_cpus": 0},
+    )
+    load_model = partial(load, model, show_progress=False)
+    return ingress(Ingress).bind(replica(Replica).bind(load_model, process, settings), settings)
 
 
 def _import_ray(name: str) -> Any:

@@ -47,7 +47,7 @@ class Keys:
         if scope["type"] != "http" or not self._keys or scope["path"] in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        given = _read_key(scope)
+        given = read_key(scope)
         # All keys are compared, and each in constant time.
         if not sum(hmac.compare_digest(given, key) for key in self._keys):
             await send_error(
@@ -85,7 +85,8 @@ class Hosts:
         return name in self._names or name.endswith(".localhost")
 
 
-def _read_key(scope: Scope) -> bytes:
+def read_key(scope: Scope) -> bytes:
+    """Return the key that a request shows, or b""."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     authorization = headers.get(b"authorization", b"")
     if authorization[:7].lower() == b"bearer ":
