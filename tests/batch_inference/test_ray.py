@@ -1,14 +1,17 @@
-"""Ray Data equals this process; Ray Serve batches and streams requests."""
+"""Ray Data equals this process; Ray Serve batches, streams, routes and cancels requests."""
 
 import io
 import os
+import re
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -106,7 +109,8 @@ def url(ray: Any) -> Iterator[str]:
 
     port = 18_423
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build({"model": "demo:llama", "rows": "4"}), name="jaxllm", route_prefix="/")
+    arguments = {"model": "demo:llama", "rows": "2", "replicas": "2"}
+    serve.run(build(arguments), name="jaxllm", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
 
@@ -130,6 +134,70 @@ def test_deployment_requests_share_batch_and_stream(url: str) -> None:
         single = lm.generate(prompts[n], max_new_tokens=30, temperature=0.9, seed=n)
         assert "".join(pieces) == single.text
         assert len(pieces) > 3
+
+
+def converse(url: str, title: str, key: str) -> list[int]:
+    """Hold eight conversations in turn, each of three requests; return their cached tokens.
+
+    key: the clients'; `{}` in it is the number of the turn.
+    """
+    story = " Once upon a time there was a little girl who lived in a house." * 10
+    conversations = [[{"role": "user", "content": f"{title} {n}{story}"}] for n in range(8)]
+    cached = []
+    for turn in range(3):
+        with make_client(url).with_options(api_key=key.format(turn)) as client:
+            for messages in conversations:
+                answer = client.chat.completions.create(
+                    model="demo:llama", messages=messages, max_tokens=8, seed=0
+                )
+                cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+                content = answer.choices[0].message.content
+                messages += [{"role": "assistant", "content": content},
+                             {"role": "user", "content": "And then?"}]  # fmt: skip
+    return cached
+
+
+def test_next_turns_meet_their_prefix_cache(url: str) -> None:
+    """With another key each turn, which is another conversation for the router, many do not."""
+    cached = converse(url, "Tale", "same")
+    assert not any(cached[:8]) and min(cached[8:]) >= 128
+    others = converse(url, "Book", "turn-{}")
+    assert sum(others[8:]) < sum(cached[8:])
+
+
+def test_answers_end_when_client_leaves(url: str) -> None:
+    """The requests of a client that leaves do not run to their ends."""
+    prompt = "Once upon a time there was a little girl who lived in a small house. " * 4
+    key = {"Authorization": "Bearer none"}
+
+    def count(name: str) -> float:
+        """Return a number of the replica that has seen the prompt."""
+        page = httpx.request("GET", f"{url}/metrics", json={"prompt": prompt}, headers=key).text
+        return sum(map(float, re.findall(rf"^jaxllm:{name}.* (\S+)$", page, re.MULTILINE)))
+
+    with make_client(url) as client:
+        stream = client.completions.create(
+            model="demo:llama", prompt=prompt, max_tokens=300, n=16, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert next(iter(stream)).choices
+        ended = count('request_success_total.*"length"')
+        assert count("num_requests_running") == 2 and count("num_requests_waiting") > 0
+        stream.close()
+    while count("num_requests_running") or count("num_requests_waiting"):
+        time.sleep(0.1)
+    assert count('request_success_total.*"length"') < ended + 14
+
+
+def test_deployment_passes_statuses_and_headers_on(url: str) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    page = httpx.get(f"{url}/page.js")
+    assert page.headers["content-type"].startswith("text/javascript")
+    assert page.headers["referrer-policy"] == "no-referrer" and len(page.content) > 1000
+    refused = httpx.post(f"{url}/v1/completions", content=b" " * (5 << 20))
+    assert refused.status_code == 413 and refused.json()["error"]["code"] == "body_too_large"
+    assert httpx.get(f"{url}/nowhere").status_code == 404
+    assert httpx.request("DELETE", f"{url}/v1/completions").status_code == 405
 
 
 def test_deployment_refuses_invalid_requests(url: str) -> None:
