@@ -70,7 +70,7 @@ class SeenBeginnings(Generic[Replica]):
         """
         most = min(lengths.values()) + margin
         for digest in reversed(digests):
-            seen = self._replicas.get(digest, set())
+            seen = self._replicas.get(digest, ())
             if best := [name for name, n in lengths.items() if name in seen and n <= most]:
                 return [best, [name for name in lengths if name not in best]]
         return [list(lengths)]
