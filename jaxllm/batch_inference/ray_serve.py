@@ -28,7 +28,7 @@ class PrefixRouter(RequestRouter):
     """Chooses replicas by the first argument of a call, its digests (`SeenBeginnings`)."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Take the options of `RequestRouterConfig`. margin: that of `SeenBeginnings.rank`."""
+        """Take the options of `build`. margin: that of `SeenBeginnings.rank`."""
         self._margin: int = options["margin"]
         self._seen = SeenBeginnings[ReplicaID]()
 
