@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.errors import ConfigError
+from jaxllm.runtime.signals import end_start
 from jaxllm.server.errors import ApiError
 from jaxllm.server.limits import (
     HEADER_BYTES,
@@ -233,6 +234,7 @@ async def _serve(
         if starting.done():
             starting.result()
             log(f"{client.info['model']}\nlistening on {where}")
+            end_start()  # requests leave garbage that only a search finds
             await stopping
             log(f"ending: running requests have {grace:g} s; a second signal ends now")
             draining = asyncio.create_task(client.drain(grace))
