@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
-IDLE_CHECK_S = 0.05  # between looks whether requests of clients are open
+# Between looks whether requests of clients are open, and how long a program waits for their ends.
+IDLE_CHECK_S, MAX_WAIT_S = 0.05, 5.0
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB
 _USUAL_OPTIONS: tuple[Frame, ...] = ({}, {"temperature": 0.0}, {"temperature": 1.0})
@@ -105,7 +106,7 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
         return
     import jax
 
-    # From the start: with a request always open, compiling ahead never ends.
+    # From the start: compiling ahead takes minutes while clients ask.
     jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
     if settings.warms_up:
@@ -181,7 +182,8 @@ class ModelProcess:
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
-        It runs nothing. It starts no program while a client's request is open.
+        It runs nothing. While clients' requests are open it starts a program every few seconds:
+        without it they would compile it themselves, while all others wait.
         """
         from jaxllm.generation.batching.compile_ahead import compile_ahead
 
@@ -196,7 +198,8 @@ class ModelProcess:
         with suppress(JaxllmError, RuntimeError):  # requests report it, if they need the program
             loop = self._server.find_loop(usual).result()
             for _ in compile_ahead(loop, adapter, size):
-                while self._cancelled:  # requests of clients come first
+                latest = time.monotonic() + MAX_WAIT_S
+                while self._cancelled and time.monotonic() < latest:
                     time.sleep(IDLE_CHECK_S)
         self._programs = 0  # these are no reason to forget any
 
