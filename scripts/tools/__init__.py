@@ -7,6 +7,7 @@ bad_files: every command with invalid files.
 hostile_requests: hostile requests and clients that leave, against `jaxllm serve`.
 same_bits: random requests in many ways, which must have the same bits.
 soak: many requests and generations in one process, where memory and programs must not grow.
+soak_server: clients of `jaxllm serve` with random options, half of whom leave.
 execute_notebooks: execution of the notebooks, whose outputs are stored.
 gpu_programs: what programs for a GPU consist of, compiled without one.
 real_golden: what llama.cpp computes for the model of `make test-real`.
