@@ -124,7 +124,8 @@ def test_checkpoint_files_round_trip(twin: Twin, tmp_path: Path) -> None:
     # transformers computes the same from the configuration that jaxllm wrote.
     again = load_twin(tmp_path / "hf")
     ids = tokens(1, 45)
-    np.testing.assert_array_equal(again.logits(ids), twin.logits(ids))
+    # PyTorch's bits depend on where its arrays lie.
+    np.testing.assert_allclose(again.logits(ids), twin.logits(ids), rtol=0, atol=1e-5)
     assert config_from_dict(json.loads(json.dumps(opened.config.to_dict()))) == opened.config
     lm = jaxllm.load(twin.directory)
     lm.save(tmp_path / "own")
