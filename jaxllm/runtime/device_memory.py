@@ -23,7 +23,7 @@ def describe_memory() -> str | None:
     )
 
 
-def held_memory() -> int:
+def process_memory() -> int:
     """Return the bytes that this process holds of its device, of the machine on a CPU."""
     import resource  # not on Windows
 

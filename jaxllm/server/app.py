@@ -261,7 +261,7 @@ class Api:
         return json_response(self.describe_model(name))
 
     def describe_model(self, name: str) -> Frame:
-        """Return what OpenAI's list of models says of one."""
+        """Return a model's entry in OpenAI's list of models."""
         info = self._backend.client.info
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "jaxllm",

@@ -30,7 +30,7 @@ from jaxllm.errors import (
     SamplingError,
     TokenError,
 )
-from jaxllm.runtime.device_memory import held_memory
+from jaxllm.runtime.device_memory import process_memory
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 from jaxllm.server.gemma4 import open_turn
@@ -169,7 +169,7 @@ class ModelProcess:
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
             "render": lambda frame: {"text": self._render(frame)},
-            "stats": lambda _: {"memory_bytes": held_memory(), **self._describe_cache()},
+            "stats": lambda _: {"memory_bytes": process_memory(), **self._describe_cache()},
         }
         # Each yields between its pieces and returns the answer.
         self._computations: dict[str, Callable[[Frame], Generator[None, None, Any]]] = {

@@ -1,7 +1,7 @@
 """Several models behind one address: a request goes to the application of the model that it names.
 
-A model is loaded when a request first names it. It is unloaded when nobody has asked it for a
-while, or when another one needs its memory; answers that run end first.
+A model is loaded when a request names it. It is unloaded after a time without requests, or when
+another one needs its memory, once its answers have ended.
 """
 
 import asyncio
@@ -107,7 +107,8 @@ class ModelRouter:
         self._apps, self._apis = dict[ServedModel, Starlette](), dict[ServedModel, Api]()
         store = ResponseStore()
         for model in models:
-            own = dataclasses.replace(settings, names=model.names)
+            waiting = model.client.settings.max_waiting
+            own = dataclasses.replace(settings, names=model.names, max_waiting=waiting)
             app = build_app(model.client, own, responses=store, layers=())
             self._apps[model], self._apis[model] = app, app.state.api
         self._loading = asyncio.Lock()  # one model at a time is loaded or unloaded

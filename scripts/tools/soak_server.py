@@ -84,6 +84,8 @@ class Soak:
         self._ending = True
         await asyncio.gather(*tasks)
         await self._compare()
+        if not self.counts["compared"]:
+            self.faults.append("no answer was compared")
         for name in ("http_mb", "model_mb"):
             if (grown := getattr(used[-1], name) - getattr(used[1], name)) > most_growth:
                 self.faults.append(f"{name} grew by {grown:.0f} after the first fifth")
