@@ -15,6 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.server.backend import ServerSettings
 from jaxllm.server.listen import Address, BoundedProtocol, make_server
 from jaxllm.server.model_client import ModelError
+from jaxllm.server.model_process import ModelSettings
 from jaxllm.server.model_router import ModelRouter, ServedModel
 from tests.server.processes import make_client, start_server
 from tests.server.servers import DONE, INFO, Endpoint, Frame, StubModel, answer_once, until
@@ -205,6 +206,14 @@ async def test_keys_and_sizes_are_checked_before_a_model_is_loaded() -> None:
         assert (await to.ask("POST", "/v1/completions", long, **key)).status == 413
         assert stub.starts == 0
         assert (await to.ask("POST", "/v1/completions", body, **key)).status == 200
+
+
+async def test_each_model_has_its_own_limit_of_waiting_requests() -> None:
+    stub = LoadedStub(MB)
+    stub.settings = ModelSettings(max_waiting=0)
+    async with serve_models(LoadedStub(MB), stub) as (endpoint, _):
+        statuses = [(await complete(endpoint, name, n=3)).status for name in "ab"]
+        assert statuses == [200, 400]  # two rows each
 
 
 async def test_an_ending_server_loads_nothing() -> None:
