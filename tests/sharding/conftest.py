@@ -1,7 +1,8 @@
 """Tests on eight simulated devices run in a second process, which a worker starts once.
 
 JAX fixes the number of devices at startup, and the other tests need one. So the tests of a module
-marked `devices` run in a child process with eight devices, and their reports are forwarded.
+marked `devices` run in a child process with eight devices, and each report is forwarded as its test
+ends.
 """
 
 import json
@@ -10,35 +11,45 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import pytest
 
 DEVICES = 8
-REPORTS = "JAXLLM_TEST_REPORTS"  # in the child process: the file for its reports
+REPORTS = "JAXLLM_TEST_REPORTS"  # in the child process: the descriptor for its reports
 
-_found = pytest.StashKey[dict[Path, dict[str, list[dict[str, Any]]]]]()
-_child: list[subprocess.Popen[str]] = []  # the process with eight devices, once it is started
+
+class _Child(NamedTuple):
+    """The process with eight devices."""
+
+    process: subprocess.Popen[str]
+    reports: TextIO
+    """Its reports, a line of JSON each, as its tests end; `null` after the last of a module."""
+    output: TextIO
+
+
+_started: list[_Child] = []  # none or one
+_found: dict[Path, dict[str, list[dict[str, Any]]]] = {}  # reports by module and node id
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if (file := os.environ.get(REPORTS)) is not None:
-        with open(file, "a") as out:
-            out.write(json.dumps(_plain(report._to_json())) + "\n")
+    if REPORTS in os.environ:
+        line = json.dumps(_plain(report._to_json())) + "\n"
+        os.write(int(os.environ[REPORTS]), line.encode())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if REPORTS in os.environ or item.get_closest_marker("devices") is None:
         return None
-    modules = item.config.stash.setdefault(_found, {})
-    if item.path not in modules:
+    if item.path not in _found:
+        _found[item.path] = {}
         mine = [other.nodeid for other in item.session.items if other.path == item.path]
-        modules[item.path] = _run(item, mine)
+        _request(item, mine)
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for data in modules[item.path].get(item.nodeid) or [_silent(item)]:
+    for data in _wait_for_reports(item) or [_silent(item)]:
         hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # Tear down the fixtures of the previous test that the next one does not need.
@@ -47,57 +58,66 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    for child in _child:
-        child.communicate()  # it ends where its input does
+    for child in _started:
+        child.process.communicate()  # it ends where its input does
 
 
-def _run(item: pytest.Item, nodeids: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run the tests of a module in the child process; return their reports by node id."""
-    if not _child or _child[0].poll() is not None:
-        _child[:] = [_start(item.config.rootpath)]
-    stdin, stdout = _child[0].stdin, _child[0].stdout
-    assert stdin is not None and stdout is not None
-    with tempfile.TemporaryDirectory(prefix="jaxllm-tests-") as folder:
-        reports = Path(folder) / "reports"
-        stdin.write(json.dumps([str(reports), nodeids]) + "\n")
-        stdin.flush()
-        output = []
-        while (line := stdout.readline()) and line != f"{reports}\n":
-            output.append(line)
-        lines = reports.read_text().splitlines() if reports.exists() else []
-    found: dict[str, list[dict[str, Any]]] = {}
-    for data in map(json.loads, lines):
-        found.setdefault(data["nodeid"], []).append(data)
-    if any(nodeid not in found for nodeid in nodeids):
-        last = "".join(output)[-8000:]
-        item.config.get_terminal_writer().write(f"{item.path} stopped:\n{last}\n")
-    return found
+def _request(item: pytest.Item, nodeids: list[str]) -> None:
+    """Let the child process run the tests of a module."""
+    if not _started or _started[0].process.poll() is not None:
+        _started[:] = [_start(item.config.rootpath)]
+    stdin = _started[0].process.stdin
+    assert stdin is not None
+    maxfail = item.config.getoption("maxfail") or 0
+    stdin.write(json.dumps([f"--maxfail={maxfail}", *nodeids]) + "\n")
+    stdin.flush()
 
 
-def _start(root: Path) -> subprocess.Popen[str]:
+def _wait_for_reports(item: pytest.Item) -> list[dict[str, Any]]:
+    """Return the reports of a test, once it has ended: none if its process ended before."""
+    found = _found[item.path]
+    while not any(report["when"] == "teardown" for report in found.get(item.nodeid, [])):
+        report = json.loads(_started[0].reports.readline() or "null")
+        if report is None:
+            output = _started[0].output
+            output.seek(0)
+            item.config.get_terminal_writer().write(
+                f"{item.path} stopped:\n{output.read()[-8000:]}\n"
+            )
+            output.seek(0)
+            output.truncate()  # the module's other tests say only that they did not run
+            break
+        found.setdefault(report["nodeid"], []).append(report)
+    return found.get(item.nodeid, [])
+
+
+def _start(root: Path) -> _Child:
     plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    return subprocess.Popen(
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    read, write = os.pipe()
+    process = subprocess.Popen(
         [sys.executable, "-u", "-m", "tests.sharding.conftest"],
         cwd=root,
-        env={**plain, "JAX_NUM_CPU_DEVICES": str(DEVICES)},
+        env={**plain, "JAX_NUM_CPU_DEVICES": str(DEVICES), REPORTS: str(write)},
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
+        pass_fds=[write],
     )
+    os.close(write)  # so that reading ends where the process does
+    return _Child(process, os.fdopen(read), output)
 
 
 def _run_requests() -> None:
-    """Run in the child process: pytest for each line of input, `[file for reports, node ids]`.
+    """Run in the child process: pytest for each line of input, its arguments.
 
-    The file's name is printed after each. Its programs are dropped: they would use up the process's
-    memory maps.
+    Its programs are dropped after each: they would use up the process's memory maps.
     """
     for line in sys.stdin:
-        os.environ[REPORTS], nodeids = json.loads(line)
-        pytest.main(["-p", "no:cacheprovider", "-q", "-n", "0", "-m", "", *nodeids])
+        pytest.main(["-p", "no:cacheprovider", "-q", "-n", "0", "-m", "", *json.loads(line)])
         jax.clear_caches()
-        print(f"\n{os.environ[REPORTS]}")
+        os.write(int(os.environ[REPORTS]), b"null\n")
 
 
 def _silent(item: pytest.Item) -> dict[str, Any]:
