@@ -18,6 +18,8 @@ import pytest
 import jaxllm
 from jaxllm.evaluate import invariance
 from jaxllm.evaluate.invariance import check_invariance
+from jaxllm.generation.loops.joined_pass import can_join, pack_joined, run_joined
+from jaxllm.generation.loops.microbatch import TokenRun, pack_microbatch, run_microbatch
 from jaxllm.models import FAMILIES
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
@@ -110,6 +112,37 @@ def ways(model: Any, params: Any, ids: np.ndarray) -> Any:
             f"row of {rows}, padding on the {'left' if left else 'right'}",
             {T - 1: np.asarray(logits[rows // 2])},
         )
+    if has_invariant_rows(model, params):
+        part, single = run_beside(model, params, ids[0])
+        yield "a part of a prompt beside rows that decode", {T - 1: part}
+        yield "a row that decodes beside a part of a prompt", {T - 1: single}
+
+
+def run_beside(model: Any, params: Any, text_T: np.ndarray) -> list[np.ndarray]:
+    """Return the logits of a text's last token in one pass for two rows that have the text: its
+    last 21 tokens in row 4, and its last token alone in row 1, beside another row in row 3.
+    """
+    T, other_T = text_T.size, tokens(1, 30, seed=5)[0]
+    texts = {1: (text_T, T - 1), 3: (other_T, 29), 4: (text_T, T - 21)}
+    cache = jaxllm.init_cache(model, 6, 80)
+    for row, (text, ran) in texts.items():
+        places, _ = pack_microbatch([run_of(row, text, 0, ran)], 6, invariant_rows=True)
+        cache = run_microbatch(model, params, cache, places, donate=True)[1]
+    groups = [[run_of(4, *texts[4])], [run_of(row, *texts[row]) for row in (1, 3)]]
+    assert can_join(groups)
+    packed = pack_joined(groups, 6)
+    logits, cache = run_joined(model, params, cache, [places for places, _ in packed])
+    position_BS = np.asarray(cache.tail.position_BS)
+    for row, (text, _) in texts.items():
+        assert position_BS[row].tolist() == [*range(text.size), *[-1] * (80 - text.size)]
+    return [np.asarray(x[at[0], 0]) for x, (_, at) in zip(logits, packed, strict=True)]
+
+
+def run_of(row: int, text_T: np.ndarray, start: int, end: int | None = None) -> TokenRun:
+    """Return the run of some tokens of a text in a cache row."""
+    at_T = np.arange(text_T.size)[start:end]
+    last_T = at_T == text_T.size - 1
+    return TokenRun((row,), at_T, text_T[at_T], at_T, at_T, last_T, text_T.size)
 
 
 @pytest.mark.more

@@ -15,7 +15,7 @@ from jaxllm.cache.commit import apply_delta, to_cache_slots
 from jaxllm.cache.kv import Delta, KVCache, Segment, TreeDelta, constrain_cache
 from jaxllm.cache.tree import Branches, append_nodes, branches_of
 from jaxllm.errors import ConfigError
-from jaxllm.models.layers import Trace
+from jaxllm.models.layers import NO_PARALLEL, ParallelHooks, Trace
 from jaxllm.models.sites import NO_EDITS, Edits, sites_to_record
 from jaxllm.ops import native
 from jaxllm.ops.compile_cache import CachedJit
@@ -85,6 +85,7 @@ def run_model(
     branches: Branches | None = None,
     edits: Edits = NO_EDITS,
     read: Collection[str] = (),
+    hooks: ParallelHooks = NO_PARALLEL,
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """Apply the model to checked input; return its trace, the delta and the attention mass.
 
@@ -99,6 +100,7 @@ def run_model(
         branches: the nodes of a tree that each row of one token attends to.
         edits: checked (`site_inputs.check_edits`).
         read: the names of sites, without layer numbers, that every layer records.
+        hooks: how attention finds the keys of these tokens, if they are not its rows.
     """
     if segments and not state and model.config.has_state:
         raise ConfigError("this model's layers keep a state, which this operation does not support")
@@ -111,6 +113,7 @@ def run_model(
     extra |= {} if branches is None else {"branches": branches}
     extra |= {"edits": edits} if edits.edits else {}
     extra |= {"read": frozenset(read)} if read else {}
+    extra |= {} if hooks == NO_PARALLEL else {"hooks": hooks}
     with native.use_one_path(model.precision.invariant):
         trace = model.apply(
             {"params": params},

@@ -55,7 +55,7 @@ class ParallelHooks(NamedTuple):
     """Hooks for layers whose tokens are sharded over devices.
 
     Attributes:
-        attend: Attention; None: this device has all tokens that its heads need.
+        attend: Attention; None: this device has all tokens that its heads need, each in its row.
         gather_tokens: Gathers the tokens of the residual stream between linears; None: not sharded.
         global_sync: Whether attention synchronizes all devices of the mesh, not only those that run
             the same layers.
@@ -284,9 +284,10 @@ def attend(
                 " attention mass, scores or weights. Use a mesh without sequence"
             )
         at, documents = context.position_BT, context.document_BT
-        out, (new_k, new_v, _) = context.hooks.attend(
+        out, stored = context.hooks.attend(
             q, at, parts, documents, window=window, sink_N=sink_N, **options
         )
+        new_k, new_v = stored.k_BSKH, new_v if expand else stored.v_BSKH
     elif kind is not None:
         attend_long = ATTENTION_KINDS[kind.kind]
         out, mass, state = attend_long(kind, context, site, q, parts, memory_inputs, **options)

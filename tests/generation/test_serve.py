@@ -189,7 +189,10 @@ def test_prompts_take_as_long_as_the_rows_that_decode() -> None:
     for prompt_tokens in (32, 16):
         pace.record(4, prompt_tokens, 0.1 + prompt_tokens * 0.002)
     pace.record(0, 256, 9.0)
-    assert [pace.room(n, 4 - n) for n in (3, 2, 1)] == [32, 32, 128]
+    assert [pace.room(n, 4 - n) for n in (3, 2, 1)] == [32, 32, 64]
+    slow = PromptPace(256, 1, 4)
+    slow.record(1, 0, 0.1)
+    assert slow.room(1, 1) == 4  # the first part beside measured steps is small
     slow = PromptPace(256, 32)
     slow.record(1, 0, 0.1)
     slow.record(1, 32, 3.3)

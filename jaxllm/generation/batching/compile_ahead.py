@@ -19,6 +19,7 @@ from jaxllm.generation.batching.active import (
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.loops.draft import cut_rows
+from jaxllm.generation.loops.joined_pass import compile_joined, fit_part, pack_joined
 from jaxllm.generation.loops.microbatch import (
     Microbatch,
     TokenRun,
@@ -97,6 +98,10 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
         for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
             if width == 1 or count == 1 or loop.multiple == 1:
                 drawn.append((yield from _compile_step(loop, count, width, adapter)))
+        if loop.invariant_rows and adapter is None:
+            for room in (n for n in (8, 4, 16, 32) if n <= chunk):
+                _compile_joined(loop, count, fit_part(room, count))
+                yield
     if state.draft.width:
         for count in counts:
             yield from _compile_burst(loop, count, adapter)
@@ -148,11 +153,7 @@ def _compile_step(
         The arguments of `_compile_draw`.
     """
     state = _fill_state(loop, count, adapter)
-    at_T = np.arange(width)
-    runs = [
-        TokenRun((row,), at_T, at_T, at_T, at_T, at_T == width - 1, width, adapter)
-        for row in range(count)
-    ]
+    runs = _make_runs(count, width, adapter)
     places, at = pack_microbatch(runs, state.cache.batch, invariant_rows=loop.invariant_rows)
     places = places.replace(edits=state.edits)
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
@@ -164,11 +165,26 @@ def _compile_step(
         assert draft.cache is not None and draft.params is not None
         end_B = np.zeros(state.cache.batch, np.int32)
         cut_rows.lower(draft.cache.tail, None, end_B).compile()
-        runs = [run._replace(output_T=at_T < 0, adapter=None) for run in runs]
+        runs = [run._replace(output_T=run.index_T < 0, adapter=None) for run in runs]
         drafted, _ = pack_microbatch(runs, state.cache.batch, invariant_rows=True)
         compile_microbatch(draft.source, draft.params, draft.cache, drafted)
         yield
     return places, at, out
+
+
+def _make_runs(count: int, width: int, adapter: int | None) -> list[TokenRun]:
+    """Return a text of `width` tokens in each of the first rows, of which the last is an output."""
+    at_T = np.arange(width)
+    run = TokenRun((), at_T, at_T, at_T, at_T, at_T == width - 1, width, adapter)
+    return [run._replace(rows=(row,)) for row in range(count)]
+
+
+def _compile_joined(loop: Loop, count: int, width: int) -> None:
+    """Compile one pass for `count` rows that decode and `width` tokens of a prompt."""
+    cache = loop.state.cache
+    groups = [_make_runs(n, size, None) for n, size in ((1, width), (count, 1))]
+    packed = pack_joined(groups, cache.batch)
+    compile_joined(loop.model, loop.params, cache, [places for places, _ in packed])
 
 
 def _compile_draw(

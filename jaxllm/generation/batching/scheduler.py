@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import jax
+
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import CapacityError, ConfigError, SamplingError, as_request_error
@@ -48,9 +50,18 @@ from jaxllm.generation.loops.draft import (
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.joined_pass import (
+    LEAST_ROOM,
+    can_join,
+    fit_part,
+    pack_joined,
+    run_joined,
+)
 from jaxllm.generation.loops.microbatch import (
     MAX_BATCHED_RUN,
+    Sites,
     TokenRun,
+    bucket_rows,
     pack_microbatch,
     run_microbatch,
     split_chunks,
@@ -141,7 +152,8 @@ def serve(
     drafting = _open_draft(draft, draft_tokens, model, params, cache)
     state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting)
     source, more, pace = iter(requests), True, DraftPace()
-    prompts = PromptPace(chunk, store.multiple)
+    joins = invariant_rows and store.multiple == 1
+    prompts = PromptPace(chunk, store.multiple, *([LEAST_ROOM] if joins else []))
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
     while more or state.active:
         while more and len(state.active) < rows:
@@ -186,6 +198,8 @@ def serve(
         state, rounds = _plan_rounds(state, burst, chunk)
         decoding = sum(one.num_generated > 0 for one in state.active.values())
         room = prompts.room(decoding, len(state.active) - decoding)
+        if joins and decoding and room <= MAX_BATCHED_RUN:
+            room = fit_part(room, min(bucket_rows(decoding), rows))
         runs = _token_runs(state.active, room, store.multiple)
         if rounds:
             state, steps = _run_rounds(model, params, state, burst, rounds, invariant_rows)
@@ -366,18 +380,28 @@ def _run_step(
 
     chunk: The most tokens that a microbatch has beside one for each row.
     """
-    cache, rows, results = state.cache, state.rows, []
+    cache, rows, results = state.cache, state.rows, list[Any]()
     if store.multiple > 1:
-        groups = split_chunks(runs, store.multiple)
+        split = split_chunks(runs, store.multiple)
     else:
         alone = MAX_BATCHED_RUN if invariant_rows else MAX_SLOTS
-        groups = split_microbatches(runs, cache.batch + chunk, alone=alone)
+        split = split_microbatches(runs, cache.batch + chunk, alone=alone)
     states = defaultdict[int, dict[int, tuple[Any, ...]]](dict)
     # Prompts first: the step ends when its draws do, so its time is that of all groups.
-    for group in sorted(groups, key=lambda group: -group[0].index_T.size):
-        places, at = pack_microbatch(group, cache.batch, invariant_rows=invariant_rows)
-        places = places.replace(edits=state.edits)
-        out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
+    groups = sorted(split, key=lambda group: -group[0].index_T.size)
+    joined: list[jax.Array] = []
+    if invariant_rows and not state.edits.edits and can_join(groups):
+        packed = pack_joined(groups, cache.batch)
+        joined, cache = run_joined(model, params, cache, [places for places, _ in packed])
+    else:
+        packed = [pack_microbatch(x, cache.batch, invariant_rows=invariant_rows) for x in groups]
+    for i, (group, (places, at)) in enumerate(zip(groups, packed, strict=True)):
+        sites: Sites = {}
+        if joined:
+            out = joined[i]
+        else:
+            places = places.replace(edits=state.edits)
+            out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
         for run in group:
             (row, *_), prompt_T = run.rows, state.active[run.rows[0]].prompt_T
             if kept := store.keep_state(cache, run, prompt_T.size):
@@ -390,9 +414,9 @@ def _run_step(
             results.append((ended, drawn, sites))
     samples: StepSamples = {}
     for ended, *arrays in results:  # read only after everything has been dispatched
-        drawn, sites = to_host(arrays)
+        drawn, found = to_host(arrays)
         for row, r in ended.items():
-            read = {name: x[[r]] for name, x in sites.items()}
+            read = {name: x[[r]] for name, x in found.items()}
             count = state.active[row].request.top_logprobs
             samples[row] = read_sampled(drawn, r, count)._replace(sites=read)
     for run in runs:

@@ -163,14 +163,20 @@ def bucket_rows(count: int) -> int:
 
 
 def pack_microbatch(
-    runs: Sequence[TokenRun], rows: int, *, invariant_rows: bool = False
+    runs: Sequence[TokenRun],
+    rows: int,
+    *,
+    invariant_rows: bool = False,
+    width: int | None = None,
 ) -> tuple[Microbatch, np.ndarray]:
     """Pack token runs into a microbatch; also return the microbatch row of each run.
 
     rows: number of cache rows. invariant_rows: whether shapes do not change bits. Single tokens
-    then use as few rows as they need, as wider runs always do; else all, like a decode step.
+    then use as few rows as they need, as wider runs always do; else all, like a decode step. width:
+    of the microbatch; by default one of few.
     """
-    width = _padded_width(max(run.index_T.size for run in runs))
+    if width is None:
+        width = _padded_width(max(run.index_T.size for run in runs))
     few = bucket_rows(len(runs)) if invariant_rows else next_power_of_two(len(runs))
     uses_all_rows = (width == 1 and not invariant_rows) or few >= rows
     R = rows if uses_all_rows else few
