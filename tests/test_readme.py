@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.checkpoints.resolve import resolve_path
 from tests.conftest import ROOT, Run
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ EACH_PAGE = [
     *(pytest.param(f"docs/{name}.md", marks=pytest.mark.more) for name in SLOW_PAGES),
 ]
 OUTPUTS = {  # files that the commands of a page write
-    "README.md": ("story.gguf", "story-int4/config.json", "story-gptq/config.json"),
+    "README.md": ("story.gguf", "story-int4/config.json"),
     "docs/batch.md": ("answers.jsonl", "vectors.jsonl"),
     "docs/cache.md": ("loop/brightness.png",),
     "docs/cli.md": ("story-model-hf/config.json", "story.cache"),
@@ -65,8 +66,12 @@ def test_page_runs_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Snippets share one namespace and have at most 22 lines. Commands with a pipe, and scripts,
-    run in a shell; all other commands run in this process.
+    run in a shell; all other commands run in this process. What is downloaded is `demo:llama`.
     """
+    import huggingface_hub
+
+    demo = str(resolve_path("demo:llama"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: demo)
     if page in SHALLOW:
         request.getfixturevalue("demo_names")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
@@ -84,7 +89,7 @@ def test_page_runs_in_order(
             assert printed.endswith(block), "the output that README shows"
         for command in block.splitlines() if language == "sh" else ():
             if not COMMAND.match(command):
-                assert re.match(r"make |python3 -m venv|\.venv/bin/", command), command
+                assert re.match(r"make |pip install |python3 -m venv|\.venv/bin/", command), command
                 continue
             program, *arguments = shlex.split(command.removesuffix(" < /dev/null"))
             if program == "jaxllm":
@@ -106,24 +111,26 @@ def test_readme_install_commands_match_makefile() -> None:
 
 
 def test_relative_links_resolve_and_pages_are_linked() -> None:
-    """Relative links of README, CONTRIBUTING and pages resolve; README links to every page."""
+    """Relative links of README, CONTRIBUTING and pages resolve; the index links to every page."""
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([\w./-]+\.\w+)[)#]", file.read_text(encoding="utf-8")):
             assert (file.parent / link).exists(), f"{file.name}: {link}"
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in TEXT or page.name in ("index.md", "mesh_matrix.md"), page
+        assert f"({page.name})" in index or page.name in ("index.md", "mesh_matrix.md"), page
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_readme_and_contributing_lines_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if len(line) > 120] == []
-    assert name != "README.md" or len(lines) <= 145
+    assert name != "README.md" or len(lines) <= 120
 
 
-def test_readme_names_every_family() -> None:
+def test_table_of_checkpoints_names_every_family() -> None:
     from jaxllm.models import FAMILIES
 
-    table = TEXT[TEXT.index("## Supported models") : TEXT.index("## Performance")].lower()
+    page = (ROOT / "docs/families.md").read_text(encoding="utf-8").lower()
+    table = page[: page.index("## what is tested")]
     for family in FAMILIES:
         assert re.sub(r"(?<=[a-z])(?=\d)|_", ".?", family.split("_text")[0]).split(".?")[0] in table

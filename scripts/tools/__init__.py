@@ -15,5 +15,6 @@ check_links: every link of the built site, without a network.
 count_lines: count the package's lines, records, errors and modules with one importer.
 write_file_fixtures: small files of every kind, which later versions must read.
 family_features: the table of what is tested of each family.
+terminal_picture: the moving picture of README.
 make_checkpoint: a random checkpoint with a published model's shape.
 """

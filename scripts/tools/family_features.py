@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if the page differs")
     check = parser.parse_args().check
     before = PAGE.read_text(encoding="utf-8")
-    after = re.sub(r"^\| family \|.*?\n(?!\|)", lambda _: make_table(), before, flags=re.M | re.S)
+    table = re.compile(r"^\| family \| stages.*?\n(?!\|)", re.M | re.S)
+    after = table.sub(lambda _: make_table(), before)
     if check and after != before:
         sys.exit(f"{PAGE.name} differs: run python -m scripts.tools.family_features")
     PAGE.write_text(after, encoding="utf-8")
