@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +404,7 @@ def test_convert_round_trip_keeps_dtype(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("info", tmp_path / "back", "--json")[1])["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", (*cli.COMMANDS, "plan"))
 def test_help_has_parsable_example(run: Run, command: str) -> None:
     out, _ = succeed(run, command, "--help")
     shown = re.search(r"Examples?:(.*)", out, re.DOTALL)
@@ -413,7 +412,7 @@ def test_help_has_parsable_example(run: Run, command: str) -> None:
     assert f"jaxllm {command}" in shown[1]
     group = typer.main.get_command(cli.make_app())
     assert isinstance(group, typer.core.TyperGroup)
-    examples = re.findall(r"jaxllm (\S+) (.*)", import_module(f"jaxllm.cli.{command}").EXAMPLE)
+    examples = re.findall(r"jaxllm (\S+) (.*)", cli.import_command(command).EXAMPLE)
     assert examples
     for name, arguments in examples:
         assert name == command

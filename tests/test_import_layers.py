@@ -20,13 +20,14 @@ LAYERS = """
     models
     checkpoints steps sharding grammar
     convert export generation
-    inside adapters plan
+    inside adapters
     lm
     server
     batch_inference
     evaluate
     compress train
     cli
+    research
 """
 # The same within subpackages; None: the inner packages do not import each other.
 INNER = {"generation": ["sampling", "loops", "batching", "options"], "evaluate": None}
@@ -64,6 +65,16 @@ def test_modules_import_only_from_lower_layers(file: Path) -> None:
             order, mine, theirs = INNER[package], parts[1], module[2]
             if mine != theirs and (order is None or {mine, theirs} <= {*order}):
                 assert order and order.index(theirs) < order.index(mine), ".".join(module)
+
+
+def test_only_research_names_research() -> None:
+    """What few people need leaves no import, name or branch in the rest."""
+    found = [
+        path
+        for path in [*(ROOT / "jaxllm").rglob("*.py"), *(ROOT / "convert").rglob("*.py")]
+        if "jaxllm.research" in path.read_text(encoding="utf-8")
+    ]
+    assert all((ROOT / "jaxllm/research") in path.parents for path in found), found
 
 
 def test_package_root_has_five_modules() -> None:

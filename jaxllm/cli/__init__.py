@@ -1,12 +1,12 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
 Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
-upcycle, infini, export; info, bench, plan, doctor; verify, vectors, perplexity, recall,
-sensitivity; lens, steer; train (one command per training method). Shared: fields (flags from
-annotations), usage (errors of usage), options (single flags), option_groups (sampling, loading),
-eval_data (evaluation text), train_run (flags and run of every training command), console (stdin,
-stdout, stderr), terminal and conversation (input and state of chat), distributed (several
-processes).
+upcycle, infini, export; info, bench, doctor; verify, vectors, perplexity, recall, sensitivity;
+lens, steer; train (one command per training method); and the entry points of the group
+`jaxllm.commands`. Shared: fields (flags from annotations), usage (errors of usage), options (single
+flags), option_groups (sampling, loading), eval_data (evaluation text), train_run (flags and run of
+every training command), console (stdin, stdout, stderr), terminal and conversation (input and state
+of chat), distributed (several processes).
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,18 +30,36 @@ from jaxllm.errors import ConfigError, JaxllmError, LargerWeightsWarning, Unused
 from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.device_memory import describe_full_memory
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 # In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
 # ends its --help. The last command, train, has subcommands.
 COMMANDS = (
     "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "recall", "sensitivity",
-    "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench", "plan",
+    "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench",
     "convert", "quantize", "merge", "compress", "upcycle", "infini",
 )  # fmt: skip
 TRAIN = "train"
 
 
-def make_app(names: Iterable[str] = (*COMMANDS, TRAIN), *, listed: bool = False) -> typer.Typer:
-    """Return the program with these commands; only their modules are imported.
+def further_commands() -> dict[str, "EntryPoint"]:
+    """Return the commands of other packages: modules like ours, by entry point."""
+    from importlib.metadata import entry_points  # takes longer than a command's own imports
+
+    return {entry.name: entry for entry in entry_points(group="jaxllm.commands")}
+
+
+def import_command(name: str) -> ModuleType:
+    """Import the module of a command, which has a function of that name and an EXAMPLE."""
+    if name in (*COMMANDS, TRAIN):
+        return importlib.import_module(f"jaxllm.cli.{name}")
+    module: ModuleType = further_commands()[name].load()
+    return module
+
+
+def make_app(names: Iterable[str] | None = None, *, listed: bool = False) -> typer.Typer:
+    """Return the program with these commands, by default all; only their modules are imported.
 
     Args:
         listed: Leave out the flags of the commands, for the help of the program.
@@ -50,8 +69,8 @@ def make_app(names: Iterable[str] = (*COMMANDS, TRAIN), *, listed: bool = False)
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for name in names:
-        module = importlib.import_module(f"jaxllm.cli.{name}")
+    for name in (*COMMANDS, *further_commands(), TRAIN) if names is None else names:
+        module = import_command(name)
         if name == TRAIN:
             app.add_typer(module.make_app(listed), name=name)
             continue
@@ -89,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a `jaxllm` command, by default from `sys.argv`; a failure prints one line and exits."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = next((word for word in given if word in (*COMMANDS, TRAIN)), None)
+    if known is None:
+        others = further_commands()
+        known = next((word for word in given if word in others), None)
     listed = "_JAXLLM_COMPLETE" not in os.environ  # a shell completes flags, too
     app = make_app(listed=listed) if known is None else make_app([known])
     _run(app, "jaxllm", given)

@@ -26,7 +26,7 @@ SINGLE_PROCESS = {
     **dict.fromkeys(
         ("convert", "quantize", "merge", "upcycle", "infini", "lens", "steer"), _RUN_ONCE
     ),
-    **dict.fromkeys(("info", "plan", "doctor"), "runs no model: leave out --distributed"),
+    **dict.fromkeys(("info", "doctor"), "runs no model: leave out --distributed"),
 }
 
 Address = Annotated[

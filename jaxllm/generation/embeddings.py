@@ -1,8 +1,7 @@
 """Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
 
-Token log-probabilities and last logits, which need the same forward pass, are here too.
-`batching.llama_batch` pools what it decodes into a cache; here nothing is cached, so any layer can
-be used.
+Token log-probabilities and last logits, which need the same forward pass, are here too. Nothing is
+cached, so any layer can be used.
 """
 
 import math

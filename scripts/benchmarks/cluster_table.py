@@ -3,7 +3,7 @@
     python scripts/benchmarks/cluster_table.py docs/scale.md
 
 One decision: no model runs, so the numbers are the same on every machine. Times are bounds from
-data sheets (`jaxllm.plan`).
+data sheets (`jaxllm.research.plan`).
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.convert.hf import read_config
-from jaxllm.plan.estimate import Plan, PlanQuery, plan
-from jaxllm.plan.hardware import HARDWARE
+from jaxllm.research.plan.estimate import Plan, PlanQuery, plan
+from jaxllm.research.plan.hardware import HARDWARE
 from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
 from jaxllm.sharding.partition_rules import resolve_mesh
 from jaxllm.weights.precision import Precision

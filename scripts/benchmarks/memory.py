@@ -207,7 +207,7 @@ def load_on_mesh(mesh: str, path: str, quantize: str) -> list[int]:
 
     import jaxllm
     from jaxllm.convert.registry import open_checkpoint
-    from jaxllm.plan.memory import weight_bytes
+    from jaxllm.research.plan.memory import weight_bytes
     from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
     from jaxllm.sharding.partition_rules import resolve_mesh
     from jaxllm.sharding.shard_params import bytes_per_device

@@ -71,7 +71,7 @@ def test_every_command_is_distributed_or_single_process() -> None:
         ("batch", "use --ray ADDRESS"),
         ("compress", "on one device"),
         ("convert", ""),
-        ("plan", "runs no model"),
+        ("info", "runs no model"),
     ],
 )
 def test_single_process_command_is_refused_with_reason(run: Run, command: str, words: str) -> None:

@@ -14,12 +14,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.compiled_steps import _decode_step, _prefill
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import native
-from jaxllm.plan.collective import Collective, StepSizes, rows_per_device
-from jaxllm.plan.communication import step_collectives
-from jaxllm.plan.estimate import Plan, PlanQuery, plan
-from jaxllm.plan.hardware import HARDWARE, parse_hardware
-from jaxllm.plan.memory import ERROR_FACTOR, working_bytes
-from jaxllm.plan.search import propose_meshes
+from jaxllm.research.plan.collective import Collective, StepSizes, rows_per_device
+from jaxllm.research.plan.communication import step_collectives
+from jaxllm.research.plan.estimate import Plan, PlanQuery, plan
+from jaxllm.research.plan.hardware import HARDWARE, parse_hardware
+from jaxllm.research.plan.memory import ERROR_FACTOR, working_bytes
+from jaxllm.research.plan.search import propose_meshes
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.shard_params import bytes_per_device

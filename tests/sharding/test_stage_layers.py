@@ -8,7 +8,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import close_gaps, drop_range, load_cache, pool, save_cache, shift
-from jaxllm.plan.estimate import plan
+from jaxllm.research.plan.estimate import plan
 from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import bytes_per_device
 from tests.sharding.test_pipeline import CLOSE, check_caches, check_generation, of_layers

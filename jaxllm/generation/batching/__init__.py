@@ -2,5 +2,5 @@
 
 scheduler: continuous batching; requests: its inputs and events; active: the requests in its rows;
 prefix_store: beginnings of prompts that have run; compile_ahead: its programs, before requests need
-them. llama_batch: llama.cpp-style token batches; llama_batch_plan: their validation.
+them.
 """

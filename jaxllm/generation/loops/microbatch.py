@@ -1,8 +1,7 @@
 """Microbatches of tokens from many sequences, and the compiled programs that run them.
 
 Sequences are independent, so those with a similar number of tokens are grouped: a row that decodes
-one token is not padded to the width of another row's prompt. Used by `llama_batch.decode` and
-`serve`.
+one token is not padded to the width of another row's prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.plan import memory
-from jaxllm.plan.collective import Collective
-from jaxllm.plan.estimate import Plan
+from jaxllm.research.plan import memory
+from jaxllm.research.plan.collective import Collective
+from jaxllm.research.plan.estimate import Plan
 
 
 def format_plan(plan: Plan) -> str:

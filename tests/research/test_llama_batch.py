@@ -21,7 +21,7 @@ from jaxllm.cache.sequences import (
     remove_range,
 )
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.generation.batching.llama_batch import StatusCode, TokenBatch, decode
+from jaxllm.research.llama_batch.batch import StatusCode, TokenBatch, decode
 from jaxllm.weights.precision import Precision
 from tests.tiny_models import BOTH, assert_close, in_both, random_model, tokens
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig
-from jaxllm.plan.estimate import Plan, PlanQuery, plan
+from jaxllm.research.plan.estimate import Plan, PlanQuery, plan
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import resolve_mesh
 

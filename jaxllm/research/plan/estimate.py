@@ -13,9 +13,9 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.models import build, param_shapes
 from jaxllm.models.moe import max_read_fraction
-from jaxllm.plan import communication, memory
-from jaxllm.plan.collective import Collective, StepSizes, rows_per_device
-from jaxllm.plan.hardware import Hardware
+from jaxllm.research.plan import communication, memory
+from jaxllm.research.plan.collective import Collective, StepSizes, rows_per_device
+from jaxllm.research.plan.hardware import Hardware
 from jaxllm.sharding.context_parallel import dispatch, sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import local_config

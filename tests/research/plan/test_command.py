@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm import models
 from jaxllm.checkpoints.resolve import DEMO_DIR
-from jaxllm.cli.plan import open_for_planning
+from jaxllm.research.plan.command import open_for_planning
 from scripts.benchmarks.cluster_table import SHAPE
 from tests.conftest import Run, assert_refused, succeed
 

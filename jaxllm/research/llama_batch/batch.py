@@ -3,7 +3,7 @@
 Each token has a position, one or more sequences, and an output flag. An invalid batch is detected
 before anything runs and reported as a `Status`, not as an exception; the state is then unchanged.
 
-`llama_batch_plan.py` validates and plans on the host; `loops/microbatch.py` runs the microbatches.
+`plan.py` validates and plans on the host; `generation/loops/microbatch.py` runs the microbatches.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import numpy as np
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.sequences import Positions, read_positions, with_positions
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.generation.batching.llama_batch_plan import TokenBatch, plan_batch
 from jaxllm.generation.loops.microbatch import (
     TokenRun,
     pack_microbatch,
@@ -25,6 +24,7 @@ from jaxllm.generation.loops.microbatch import (
 )
 from jaxllm.models.inputs import as_vectors
 from jaxllm.ops.pooling import l2_normalize, pool
+from jaxllm.research.llama_batch.plan import TokenBatch, plan_batch
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model

@@ -20,7 +20,7 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
-from jaxllm.plan.collective import StepSizes
+from jaxllm.research.plan.collective import StepSizes
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule

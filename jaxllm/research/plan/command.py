@@ -47,10 +47,10 @@ def plan(
         exact: The exact sums of one device, without partial sums.
     """
     with spinner("starting"):
-        from jaxllm.plan.estimate import PlanQuery, plan as estimate_plan
-        from jaxllm.plan.hardware import parse_hardware
-        from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
-        from jaxllm.plan.search import check_goal, propose_meshes
+        from jaxllm.research.plan.estimate import PlanQuery, plan as estimate_plan
+        from jaxllm.research.plan.hardware import parse_hardware
+        from jaxllm.research.plan.report import format_plan, format_ranking, plan_to_dict
+        from jaxllm.research.plan.search import check_goal, propose_meshes
         from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
         from jaxllm.sharding.partition_rules import resolve_mesh
         from jaxllm.weights.precision import freeze_rules

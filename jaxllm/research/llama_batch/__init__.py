@@ -1,0 +1,1 @@
+"""llama.cpp-style token batches. batch: decode them. plan: their validation."""
