@@ -1,7 +1,7 @@
 """Language models as pure functions in JAX and Flax.
 
 Public names are in `__init__.pyi`; each is imported when it is first used, so that `import jaxllm`
-(and `jaxllm --help`) does not import JAX. CONTRIBUTING.md has a map of the rooms.
+(and `jaxllm --help`) does not import JAX. docs/architecture.md has the rooms.
 """
 
 import os

@@ -631,7 +631,7 @@ def load(
         int8_inputs: round the inputs of integer weights to int8, as llama.cpp does: faster, but not
             exact (`Precision`). Warns if no weight is of integers.
         invariant: a text's bits do not depend on what else runs, nor on how it is cut into steps
-            (docs/guarantees.md); `serve` always computes so.
+            (docs/same_bits.md); `serve` always computes so.
         adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
             with the names that `generate` takes. The first is used by default.
         place: a function of an array's path and the array that returns its device or sharding, or

@@ -17,8 +17,8 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Other test files cover the other pages. The slow ones run in `make test-more`.
 PAGES = (
-    *("batch", "cache", "cli", "evaluation", "generation", "glossary", "grammar", "guarantees"),
-    *("index", "quantization", "tutorial"),
+    *("batch", "cache", "cli", "evaluation", "generation", "glossary", "grammar", "index"),
+    *("quantization", "tutorial"),
 )
 SLOW_PAGES = (
     *("all_of_it", "compress", "heads", "lens", "long_context", "rl", "steering", "training"),

@@ -156,7 +156,7 @@ class LoadingOptions(AdapterOptions):
 
     Attributes:
         int8_inputs: Round the inputs of integer weights to int8: faster, not exact.
-        invariant: A text's bits do not depend on what else runs (docs/guarantees.md).
+        invariant: A text's bits do not depend on what else runs (docs/same_bits.md).
     """
 
     int8_inputs: bool = False

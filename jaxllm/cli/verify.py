@@ -57,7 +57,7 @@ def verify(
         plot: PNG file to draw: the error by stage.
         invariance: Compare the model with itself instead: a text alone, and the same text in
             batches, chunks and caches, speculated and served. All bits must be equal
-            (docs/guarantees.md).
+            (docs/same_bits.md).
     """
     if invariance:
         return _verify_invariance(loading, model, length, new_tokens, as_json)
@@ -100,6 +100,6 @@ def _verify_invariance(
     if as_json:
         write_json([case._asdict() for case in report.comparisons])
     if not report.promised:
-        log("equal bits are not promised for this model here (docs/guarantees.md)")
+        log("equal bits are not promised for this model here (docs/same_bits.md)")
     if not report.holds:
         raise typer.Exit(1)

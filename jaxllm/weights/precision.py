@@ -59,7 +59,7 @@ class Precision:
     # token table keeps its input.
     int8_inputs: bool = False
     # A row's bits depend on nothing but the row: the same kernel multiplies one row and thousands.
-    # Needs the native kernels (docs/guarantees.md).
+    # Needs the native kernels (docs/same_bits.md).
     invariant: bool = False
     # Ordered rules of `weights.paths`: `("layers.0", Override(weights="float32"))` covers all of
     # layer 0, `(".*mlp.down_proj", ...)` one linear of each layer. A row that leaves a field None

@@ -262,7 +262,7 @@ def _open_draft(
     if not has_invariant_rows(model, params):
         raise ConfigError(
             "draft needs a model that computes the same bits for any number of tokens at once"
-            " (load(..., invariant=True) and the native kernels; docs/guarantees.md)"
+            " (load(..., invariant=True) and the native kernels; docs/same_bits.md)"
         )
     if any(x.rope_type == "dynamic" for x in config.ropes) and (
         slots > config.max_position_embeddings
