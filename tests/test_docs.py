@@ -320,6 +320,12 @@ def test_llama_cpp_table_names_options_that_exist() -> None:
     assert len(cells) > 20
 
 
+def test_page_of_options_has_each_once() -> None:
+    text = (ROOT / "docs" / "generation_options.md").read_text(encoding="utf-8")
+    cells = [row.split("|")[2] for row in re.findall(r"^\| .*\|$", text, re.M)[1:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(OPTIONS)
+
+
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NAMED = ("id", "attr", "arg", "name")  # fields of syntax nodes
 # Names in docstrings and errors that other programs, libraries and files define.
