@@ -107,7 +107,8 @@ def write_extras(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None:
         return
     lines = [LLMS]
-    for tree in app.env.get_doctree(root_doc).findall(addnodes.toctree):
+    pages = (app.env.get_doctree(page) for page in (root_doc, "docs/reference/index"))
+    for tree in (tree for page in pages for tree in page.findall(addnodes.toctree)):
         lines.append(f"## {tree['caption']}\n")
         for page in tree["includefiles"]:
             is_text = app.env.doc2path(page).suffix == ".md" and "/reference/" not in page
