@@ -5,6 +5,7 @@ show their stored outputs: nothing is executed. A link to a file that is not a p
 """
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ MODULES = [
 ]
 LLMS = "# jaxllm\n\n> Language models as pure functions in JAX. The cache is a value.\n"
 MADE = ("Alias for field number", "Returns a new object replacing")  # NamedTuple, flax.struct
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY")  # owner/name, set where GitHub builds the site
+COLAB = "https://colab.research.google.com/github/{}/blob/main/{}.ipynb"
 REDIRECT = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
 
 
@@ -102,6 +105,13 @@ def check_reference(app: Sphinx, env: Any) -> None:
         logging.getLogger(__name__).warning("%s is public but not in the reference", missing)
 
 
+def link_colab(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Put a link to Colab above a notebook, if the site is built from a repository on GitHub."""
+    if REPOSITORY and page.startswith("notebooks/"):
+        link = COLAB.format(REPOSITORY, page)
+        context["body"] = f'<p><a href="{link}">Open in Colab</a></p>' + context["body"]
+
+
 def write_extras(app: Sphinx, exception: Exception | None) -> None:
     """Write index.html and llms.txt (https://llmstxt.org): all pages, as Markdown if they are."""
     if exception is not None:
@@ -124,4 +134,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", tidy_docstring, priority=400)  # before napoleon
     app.connect("missing-reference", resolve_name)
     app.connect("env-updated", check_reference)
+    app.connect("html-page-context", link_colab)
     app.connect("build-finished", write_extras)

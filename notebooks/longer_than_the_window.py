@@ -23,6 +23,9 @@
 # tokens. They know who was met, and nothing else. The dilated model is the dense one's weights
 # under another attention, which they were never trained for: every token sees its segment of 64,
 # and of the 512 before it those that are an even number of tokens away, in one of the two heads.
+#
+# In Colab, open it by *File*, *Open notebook*, *GitHub*, and first run
+# `%pip install -q 'jaxllm[all]' matplotlib`. Elsewhere, `pip install 'jaxllm[notebooks]'`.
 
 # %%
 import dataclasses

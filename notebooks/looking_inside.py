@@ -16,6 +16,9 @@
 # the name comes back, and the model is certain of it. Where is the name stored until then, what
 # moves it, and how does the model tell the friend from the hero? This page finds out with patching:
 # run one story with some numbers of another, and see what changes.
+#
+# In Colab, open it by *File*, *Open notebook*, *GitHub*, and first run
+# `%pip install -q 'jaxllm[all]' matplotlib`. Elsewhere, `pip install 'jaxllm[notebooks]'`.
 
 # %%
 import jax

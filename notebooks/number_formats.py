@@ -16,6 +16,9 @@
 # numbers apart into their bits, shows where each format loses what, and ends with the weights of
 # the small demo model in every format that jaxllm has. Whatever is claimed here is asserted in the
 # cell below or above it, so this page cannot be wrong and still run.
+#
+# In Colab, open it by *File*, *Open notebook*, *GitHub*, and first run
+# `%pip install -q 'jaxllm[all]' matplotlib`. Elsewhere, `pip install 'jaxllm[notebooks]'`.
 
 # %%
 import jax.numpy as jnp

@@ -19,6 +19,9 @@
 #
 # It runs in about a minute on two cores, without any file: the model tells the stories that it is
 # taught with.
+#
+# In Colab, open it by *File*, *Open notebook*, *GitHub*, and first run
+# `%pip install -q 'jaxllm[all]' matplotlib`. Elsewhere, `pip install 'jaxllm[notebooks]'`.
 
 # %%
 import dataclasses

@@ -25,6 +25,9 @@
 #
 # It runs in less than a minute on a laptop's CPU. The model is a small one that the package brings
 # with it: four layers, trained on children's stories from a grammar.
+#
+# In Colab, open it by *File*, *Open notebook*, *GitHub*, and first run
+# `%pip install -q 'jaxllm[all]' matplotlib`. Elsewhere, `pip install 'jaxllm[notebooks]'`.
 
 # %%
 import dataclasses

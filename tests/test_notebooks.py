@@ -48,6 +48,12 @@ def test_every_notebook_has_paired_script() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_first_cell_has_install_command_of_colab(source: Path) -> None:
+    first = "".join(stored(source)["cells"][0]["source"])
+    assert "`%pip install -q 'jaxllm[all]' matplotlib`" in first
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_notebook_execution_reproduces_stored_outputs(source: Path, tmp_path: Path) -> None:
     """Cells and outputs are the stored ones, but for images and the digits of rounding errors."""
     script = ROOT / "scripts" / "tools" / "execute_notebooks.py"
