@@ -23,6 +23,7 @@ from jaxllm.generation.options import OPTIONS
 from jaxllm.sharding import ShardedModel
 from tests.conftest import ROOT, Run, succeed
 from tests.convert.flax_twin import as_flax
+from tests.test_import_layers import LAYER_OF
 from tests.tiny_models import cut_demo
 
 FAMILY = "docs/add_a_family.md"
@@ -323,6 +324,12 @@ def test_llama_cpp_table_names_options_that_exist() -> None:
             given = [b.split("=")[0] for a, b in pairwise(words) if a == "-o"]
             assert {*given} <= OPTIONS.keys(), code
     assert len(cells) > 20
+
+
+def test_architecture_page_has_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.M)
+    assert {name: int(layer) - 1 for layer, name in rows} == LAYER_OF
 
 
 def test_page_of_options_has_each_once() -> None:
