@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Packages count: an editable install remembers which there are.
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* jaxllm/ops/cuda/csrc/ffi.cc jaxllm/ops/cuda/csrc/arguments.h)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py convert/__init__.py convert/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* jaxllm/ops/cuda/csrc/ffi.cc jaxllm/ops/cuda/csrc/arguments.h)
 CXX_SOURCES := $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* jaxllm/ops/cuda/csrc/*.* tests/gpu/stand_in/*.* scripts/tools/*.cc)
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
@@ -132,8 +132,10 @@ $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	$(INSTALL) . --config-settings=cmake.define.JAXLLM_SETS=best
 	@touch $@
 
+# `mypy` knows no editable installs: it finds `jaxllm.convert` by a link.
 $(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
 	$(INSTALL) '.[test]'
+	@mkdir -p $(VENV)/types/jaxllm && ln -sfn $(CURDIR)/convert $(VENV)/types/jaxllm/convert
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-gpu-check: $(VENV)/.installed-test

@@ -112,11 +112,9 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """Return the sources of a folder by dotted name; a link to another folder is not followed."""
+    """Return the sources of a folder by dotted name."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
-        if any(part.is_symlink() for part in path.parents if part != folder):
-            continue
         parts = path.relative_to(folder.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(
             encoding="utf-8"

@@ -167,6 +167,7 @@ def _copy_sources(root: Path, copy: Path) -> Path:
             shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
         elif (root / name).exists():
             shutil.copy(root / name, copy / name)
+    (copy / "jaxllm" / "convert").symlink_to("../convert")  # what an editable install maps
     (copy / "sitecustomize.py").write_text(UNEDITABLE, encoding="utf-8")
     return copy
 
