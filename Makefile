@@ -129,7 +129,7 @@ $(VENV)/bin/python:
 
 # Without the kernels of the sets that only tests compare; `.installed-test` adds them.
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	$(INSTALL) . --config-settings=cmake.define.JAXLLM_SETS=best
+	$(INSTALL) '.[cli]' --config-settings=cmake.define.JAXLLM_SETS=best
 	@touch $@
 
 # `mypy` knows no editable installs: it finds `jaxllm.convert` by a link.

@@ -3,10 +3,11 @@
 Each message names the thing, the value it got, the value it expected and, if possible, a remedy.
 """
 
+import contextlib
 import difflib
 import linecache
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class JaxllmError(ValueError):
@@ -94,6 +95,22 @@ class UnusedSettingsWarning(UserWarning):
 
 class LargerWeightsWarning(UserWarning):
     """Weights take more memory than in their file, since jaxllm lacks their format."""
+
+
+@contextlib.contextmanager
+def requires_extra(extra: str, what: str, error: type[JaxllmError] = ConfigError) -> Iterator[None]:
+    """Import optional packages within this context.
+
+    Args:
+        extra: The extra that brings them.
+        what: What needs them, for the message.
+        error: What to raise if one is missing; it names the package and the extra.
+    """
+    try:
+        yield
+    except ImportError as missing:
+        name = missing.name or missing
+        raise error(f"{what} needs {name}: pip install 'jaxllm[{extra}]'") from missing
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

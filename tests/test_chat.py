@@ -15,6 +15,7 @@ from prompt_toolkit.output import DummyOutput
 import jaxllm
 from jaxllm import cache
 from jaxllm.cli import terminal
+from jaxllm.errors import ConfigError
 from jaxllm.generation import completion
 from jaxllm.ops.recurrent import CHUNK
 from tests.conftest import ROOT, Run, assert_refused, succeed
@@ -303,3 +304,5 @@ def test_chat_over_pipe_needs_no_prompt_toolkit(run: Run, monkeypatch: pytest.Mo
     for name in [n for n in sys.modules if n.partition(".")[0] == "prompt_toolkit"]:
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     assert len(answers(run, "Tom")) == 1
+    with pytest.raises(ConfigError, match=r"prompt_toolkit.*: pip install 'jaxllm\[cli\]'"):
+        terminal.make_line_reader(input=None)

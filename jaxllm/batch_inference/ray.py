@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxllm.batch_inference.rows import BatchRow
 from jaxllm.batch_inference.tasks import WINDOW, Answer, BatchJob, answer_rows
-from jaxllm.errors import ConfigError, suggest_name
+from jaxllm.errors import ConfigError, requires_extra, suggest_name
 from jaxllm.lm import LM, load
 
 TRIES = 3  # crashes of an actor on the same rows that end the job
@@ -134,8 +134,6 @@ def _import_ray(name: str) -> Any:
     # Read when Ray is imported: no usage report, and fewer lines of its C++ on stderr.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    try:
+    with requires_extra("ray", "this"):
         import_module("ray.data")
         return import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"this needs Ray ({error}): pip install 'jaxllm[ray]'") from None

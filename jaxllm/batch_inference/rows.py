@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxllm.errors import CheckpointError, ConfigError, SamplingError
+from jaxllm.errors import CheckpointError, ConfigError, SamplingError, requires_extra
 from jaxllm.files import iterate_lines, open_regular, parse_json, regular_size
 
 
@@ -107,11 +107,8 @@ def _make_row(number: int, fields: dict[str, Any], field: str | None) -> BatchRo
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[BatchRow]:
-    try:
+    with requires_extra("data", path.name):
         parquet: Any = import_module("pyarrow.parquet")
-    except ImportError as error:
-        text = f"{path.name} needs pyarrow ({error}): pip install 'jaxllm[data]'"
-        raise ConfigError(text) from None
     regular_size(path)
     number, wanted = 0, field or "prompt"
     try:

@@ -4,7 +4,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, requires_extra
 from jaxllm.files import path_exists
 from jaxllm.text.formats import ADDITIONAL_TEMPLATES, TOKENIZER_FILES
 
@@ -56,7 +56,8 @@ def _download(text: str) -> Path:
             f"hf:{text} does not name a repository (hf:owner/name) or a GGUF file in one"
             " (hf:owner/name/file.gguf)"
         )
-    from huggingface_hub import snapshot_download
+    with requires_extra("hub", f"hf:{text}"):
+        from huggingface_hub import snapshot_download
 
     try:
         if one:

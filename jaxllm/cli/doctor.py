@@ -110,7 +110,7 @@ def _check_packages() -> Iterator[Finding]:
     for owner in ("jaxllm", "jax"):
         needs = (metadata.requires if (metadata := _find(owner)) else None) or [owner]
         for need in map(Requirement, needs):
-            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            if need.marker is not None and not need.marker.evaluate({"extra": "cli"}):
                 continue
             package, wanted = _find(need.name), f"{need.name}{need.specifier}"
             if package is None:

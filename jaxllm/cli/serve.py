@@ -15,7 +15,7 @@ from msgspec import Meta
 from jaxllm.cli.console import log
 from jaxllm.cli.option_groups import LoadingOptions
 from jaxllm.cli.options import check_paths, load_model, with_chat_template
-from jaxllm.errors import ConfigError, suggest_name
+from jaxllm.errors import ConfigError, requires_extra, suggest_name
 from jaxllm.files.memory_limit import machine_memory
 
 if TYPE_CHECKING:
@@ -151,14 +151,11 @@ def serve(
         idle: A model without a request for so long is unloaded [default: 600 of several models, and
             never the only one].
     """
-    try:
+    with requires_extra("serve", "jaxllm serve"):
         from jaxllm.server.app import build_app
         from jaxllm.server.backend import ServerSettings
         from jaxllm.server.listen import Address, run
         from jaxllm.server.model_router import ModelRouter, ServedModel
-    except ImportError as error:
-        message = f"serve needs more packages ({error}): pip install 'jaxllm[serve]'"
-        raise ConfigError(message) from None
     from jaxllm.server.limits import read_keys
 
     chosen = choose_models(models or ["demo:llama"], name or [], served)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.console import decode_stdin, log
+from jaxllm.errors import requires_extra
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -99,8 +100,9 @@ def _read_pipe() -> str | int:
 
 def _make_prompt_reader(**streams: Any) -> Reader:
     """Return a reader with line editing and history; a paste of several lines is one line."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.utils import is_dumb_terminal
+    with requires_extra("cli", "jaxllm chat"):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.utils import is_dumb_terminal
 
     session: PromptSession[str] = PromptSession(
         "> ",

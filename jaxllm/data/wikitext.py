@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, requires_extra
 from jaxllm.files import read_text, regular_size
 
 MAX_BYTES = 1 << 31  # bytes of a .raw file: WikiText-103 has 540 million
@@ -30,12 +30,8 @@ def read_wikitext(path: Path) -> list[str]:
 
 
 def _parquet(path: Path) -> list[str]:
-    try:
+    with requires_extra("data", path.name):
         parquet: Any = import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path.name} requires pyarrow ({error}): pip install 'jaxllm[data]'"
-        ) from None
     regular_size(path)
     try:
         file = parquet.ParquetFile(path)

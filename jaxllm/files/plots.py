@@ -4,18 +4,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import requires_extra
 from jaxllm.files.atomic import atomic_file
 
 
 def check_plot(option: str = "--plot") -> None:
-    """Raise ConfigError if matplotlib is missing. option: the option to drop, for the message."""
-    try:
+    """Raise ConfigError if matplotlib is missing. option: what needs it, for the message."""
+    with requires_extra("notebooks", option):
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            f"{option} requires matplotlib: pip install 'jaxllm[notebooks]', or drop {option}"
-        ) from None
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:

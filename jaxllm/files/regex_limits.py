@@ -13,7 +13,7 @@ from typing import Any
 
 import re2
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, requires_extra
 
 MAX_LENGTH = 1000
 _OPTIONS = re2.Options()
@@ -51,7 +51,8 @@ def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
     with contextlib.suppress(ConfigError):
         linear = _compile_re2(regex, what)
         return {name for name in names if linear.fullmatch(name)}
-    import regex as backtracking  # 0.06 s of a start that seldom needs it
+    with requires_extra("adapters", f"the pattern {regex!r:.80}"):
+        import regex as backtracking  # 0.06 s of a start that seldom needs it
 
     try:
         compiled = backtracking.compile(regex)

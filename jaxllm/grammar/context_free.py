@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.errors import GrammarError
+from jaxllm.errors import GrammarError, requires_extra
 from jaxllm.grammar.gbnf import gbnf_to_lark
 from jaxllm.grammar.json_numbers import SCHEMA_DECODER
 from jaxllm.grammar.json_schema import WHITESPACE, schema_rules
@@ -148,13 +148,8 @@ def _one_line(message: str) -> str:
 
 
 def _llguidance() -> Any:
-    try:
+    with requires_extra("grammar", "a grammar in JSON, Lark or GBNF", GrammarError):
         import llguidance
-    except ImportError:
-        raise GrammarError(
-            "JSON schemas, Lark and GBNF need llguidance, which is not installed:"
-            " pip install 'llguidance>=1.9.1,<1.10'"
-        ) from None
     return llguidance
 
 

@@ -20,7 +20,7 @@ from flax import struct
 from jaxllm import models
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf.writer import check_absent
-from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
+from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError, requires_extra
 from jaxllm.files import as_path
 from jaxllm.files.versions import LENS
 from jaxllm.generation.embeddings import check_text, group_by_length, pad_batch
@@ -152,7 +152,8 @@ def fit_tuned_lens(
         batch: Texts per step.
         log: Called with a line on the time and memory that training takes, before it starts.
     """
-    import optax  # takes a while
+    with requires_extra("train", "training a lens"):
+        import optax  # takes a while
 
     batches = _make_batches(model, params, texts, batch)
     steps = check_int("steps", steps, 1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, requires_extra
 from jaxllm.files import read_bytes
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -29,8 +29,9 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str], list
     Raises:
         CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
     """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from sentencepiece import sentencepiece_model_pb2
+    with requires_extra("sentencepiece", path.name):
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+        from sentencepiece import sentencepiece_model_pb2
 
     schema: Any = sentencepiece_model_pb2
     model = schema.ModelProto()

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import requires_extra
 from jaxllm.train.partition import TrainedParams
 from jaxllm.train.settings import OptimizerSettings
 from jaxllm.weights.paths import first_match
@@ -105,10 +105,8 @@ def decay_mask(trained: TrainedParams) -> dict[str, bool]:
 
 def import_optax() -> Any:
     """Import and return optax. Raises ConfigError if it is not installed."""
-    try:
+    with requires_extra("train", "training"):
         import optax
-    except ImportError:
-        raise ConfigError("training needs optax: pip install 'jaxllm[train]'") from None
     return optax
 
 

@@ -292,6 +292,6 @@ def test_schema_allows_the_tokenizers_own_spelling(name: str) -> None:
 def test_missing_llguidance_is_named(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it; regexes and choices do without."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GrammarError, match=r"^JSON schemas.* pip install 'llguidance"):
+    with pytest.raises(GrammarError, match=r" JSON.* pip install 'jaxllm\[grammar\]'"):
         grammar.complete("x")
     assert Grammar.choice(["x"]).complete("x")

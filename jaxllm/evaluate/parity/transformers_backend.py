@@ -20,7 +20,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.convert.hf import read_config
 from jaxllm.convert.rotary_pairs import head_order, paired_rows
 from jaxllm.convert.tables import Architecture
-from jaxllm.errors import ConfigError
+from jaxllm.errors import requires_extra
 from jaxllm.evaluate.parity.activations import (
     ParityCase,
     activation_names,
@@ -278,12 +278,7 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def _import() -> tuple[Any, Any]:
-    try:
+    with requires_extra("test", "comparing with transformers"):
         import torch
         import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"comparing with transformers requires torch and transformers (no {error.name}):"
-            " pip install 'jaxllm[test]'"
-        ) from None
     return torch, transformers
