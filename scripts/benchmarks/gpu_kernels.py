@@ -11,6 +11,7 @@ Example: python scripts/benchmarks/gpu_kernels.py --parts check
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -23,10 +24,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = "JAXLLM_GPU_KERNELS"
-FORMATS = ("bfloat16", "int8", "int8-g32-f16", "int4-g64-f16", "int4-g32-zp", "nf4")
+BLOCK_FORMATS = ("q4_k", "q6_k")  # of 256 columns
+FORMATS = (
+    *("bfloat16", "int8", "int8-g32-f16", "int4-g64-f16", "int4-g32-zp", "nf4"),
+    *BLOCK_FORMATS,
+)
 LARGEST_ERROR = {"nf4": 5e-3}  # of the largest product: levels are rounded; others 1e-5
 SHAPES = {  # outputs and columns, of TinyLlama's and Llama 7B's layers and heads
-    "small": [(256, 264)],
+    "small": [(256, 264), (256, 768)],
     "tinyllama": [(2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632), (32000, 2048)],
     "7b": [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)],
 }
@@ -39,11 +44,27 @@ def draw_weight(fmt: str, outputs: int, columns: int, seed: int = 0) -> Any:
     """Return a random weight as a GPU has it."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from jaxllm.weights.formats import for_accelerator, parse_format
+    from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
-    weight = jax.random.normal(jax.random.key(seed), (outputs, columns), jnp.bfloat16)
+    key, shape = jax.random.key(seed), (outputs, columns)
+    if fmt in BLOCK_FORMATS:  # a search of scales would take minutes
+        block = SUPER_BLOCKS[fmt.upper()]
+        bytes_ = jax.random.bits(key, (outputs, columns // 256, block.nbytes), jnp.uint8)
+        halves = np.full((block.halves.stop - block.halves.start) // 2, 1e-3, np.float16)
+        bytes_ = bytes_.at[..., block.halves].set(halves.view(np.uint8)).reshape(outputs, -1)
+        return for_accelerator(parse_format(fmt).from_arrays(shape, {".blocks": bytes_}))
+    weight = jax.random.normal(key, shape, jnp.bfloat16)
     return weight if fmt == "bfloat16" else for_accelerator(parse_format(fmt).quantize(weight))
+
+
+def list_cases(shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield each format with the outputs and columns of the shapes that it has."""
+    for fmt, (outputs, columns) in itertools.product(FORMATS, shapes):
+        if fmt not in BLOCK_FORMATS or columns % 256 == 0:
+            yield fmt, outputs, columns
 
 
 def multiply(x: Any, weight: Any) -> Any:
@@ -62,20 +83,19 @@ def check(shapes: Sequence[tuple[int, int]]) -> Iterator[str]:
     from jaxllm.weights.formats import as_weight
 
     run = jax.jit(multiply)
-    for fmt in FORMATS:
-        for outputs, columns in shapes:
-            weight = draw_weight(fmt, outputs, columns)
-            dense = np.asarray(as_weight(weight).to_dense(jnp.float32), np.float64)
-            x = jax.random.normal(jax.random.key(1), (max(ROWS), columns), jnp.bfloat16)
-            exact, alone = np.asarray(x, np.float64) @ dense.T, np.asarray(run(x[:1], weight))
-            for rows in ROWS:
-                if not cuda.takes(x[:rows], as_weight(weight).cuda_matrix()):
-                    continue
-                y = np.asarray(run(x[:rows], weight))
-                error = np.abs(y - exact[:rows]).max() / np.abs(exact[:rows]).max()
-                same = np.array_equal(y[:1], alone)
-                yield f"| {fmt} | {outputs} x {columns} | {rows} | {error:.1e} | {same} |"
-                assert error < LARGEST_ERROR.get(fmt, 1e-5) and same, "a kernel is wrong"
+    for fmt, outputs, columns in list_cases(shapes):
+        weight = draw_weight(fmt, outputs, columns)
+        dense = np.asarray(as_weight(weight).to_dense(jnp.float32), np.float64)
+        x = jax.random.normal(jax.random.key(1), (max(ROWS), columns), jnp.bfloat16)
+        exact, alone = np.asarray(x, np.float64) @ dense.T, np.asarray(run(x[:1], weight))
+        for rows in ROWS:
+            if not cuda.takes(x[:rows], as_weight(weight).cuda_matrix()):
+                continue
+            y = np.asarray(run(x[:rows], weight))
+            error = np.abs(y - exact[:rows]).max() / np.abs(exact[:rows]).max()
+            same = np.array_equal(y[:1], alone)
+            yield f"| {fmt} | {outputs} x {columns} | {rows} | {error:.1e} | {same} |"
+            assert error < LARGEST_ERROR.get(fmt, 1e-5) and same, "a kernel is wrong"
 
 
 def time_products(shapes: Sequence[tuple[int, int]]) -> Iterator[str]:
@@ -86,22 +106,21 @@ def time_products(shapes: Sequence[tuple[int, int]]) -> Iterator[str]:
     from jaxllm.ops import cuda
     from jaxllm.weights.formats import as_weight
 
-    for fmt in FORMATS:
-        for outputs, columns in shapes:
-            nbytes = sum(x.nbytes for x in jax.tree.leaves(draw_weight(fmt, outputs, columns)))
-            count = max(2, -(-CACHE_BYTES // nbytes))
-            weights = [draw_weight(fmt, outputs, columns, seed) for seed in range(count)]
-            for rows in ROWS:
-                x = jax.random.normal(jax.random.key(1), (rows, columns), jnp.bfloat16)
-                cells = []
-                for switch in "01":
-                    os.environ[ENV] = switch
-                    if switch == "1" and not cuda.takes(x, as_weight(weights[0]).cuda_matrix()):
-                        cells.append("| | ")
-                        continue
-                    seconds = _time(x, weights) / count
-                    cells.append(f"| {seconds * 1e6:.2f} | {nbytes / seconds / 1e9:,.0f} ")
-                yield f"| {fmt} | {outputs} x {columns} | {rows} {''.join(cells)}|"
+    for fmt, outputs, columns in list_cases(shapes):
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(draw_weight(fmt, outputs, columns)))
+        count = max(2, -(-CACHE_BYTES // nbytes))
+        weights = [draw_weight(fmt, outputs, columns, seed) for seed in range(count)]
+        for rows in ROWS:
+            x = jax.random.normal(jax.random.key(1), (rows, columns), jnp.bfloat16)
+            cells = []
+            for switch in "01":
+                os.environ[ENV] = switch
+                if switch == "1" and not cuda.takes(x, as_weight(weights[0]).cuda_matrix()):
+                    cells.append("| | ")
+                    continue
+                seconds = _time(x, weights) / count
+                cells.append(f"| {seconds * 1e6:.2f} | {nbytes / seconds / 1e9:,.0f} ")
+            yield f"| {fmt} | {outputs} x {columns} | {rows} {''.join(cells)}|"
 
 
 def _time(x: Any, weights: Sequence[Any]) -> float:

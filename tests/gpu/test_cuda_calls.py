@@ -25,7 +25,7 @@ from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
-MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4")
+MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4", "q4_k", "q6_k")
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(driver.Config),
@@ -89,7 +89,7 @@ def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
     """Weights of whole tiles share a launch; XLA multiplies by the others. Levels of nf4 are
     rounded to bfloat16.
     """
-    columns = 256 if fmt == "nf4" else 200
+    columns = 256 if fmt in ("nf4", "q4_k", "q6_k") else 200
     weights = [_weight(fmt, rows, columns) for rows in (64, 32, 20)]
     x_RI = jax.random.normal(jax.random.key(0), (3, columns), jnp.bfloat16)
     products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
@@ -178,10 +178,10 @@ def test_benchmark_checks_and_times(launches: list[str], monkeypatch: pytest.Mon
     """Its rows, of what would be run on a GPU; a wrong kernel ends the run."""
     monkeypatch.setenv(cuda.ENV, "1")
     monkeypatch.setattr(gpu_kernels, "ROWS", (1, 3))
-    monkeypatch.setattr(gpu_kernels, "FORMATS", ("int8",))
+    monkeypatch.setattr(gpu_kernels, "FORMATS", ("int8", "q6_k"))
     monkeypatch.setattr(gpu_kernels, "CACHE_BYTES", 1)
-    rows = list(gpu_kernels.check([(32, 64)]))
-    assert [row.split(" | ")[2] for row in rows] == ["1", "3"]
+    rows = list(gpu_kernels.check([(32, 64), (32, 256)]))
+    assert [row.split(" | ")[2] for row in rows] == ["1", "3"] * 3
     assert all(row.endswith("True |") for row in rows)
     assert len(list(gpu_kernels.time_products([(32, 64)]))) == 2
     wrong = lambda x, weight: 1.01 * linears(x, [(weight, None)])[0]  # noqa: E731

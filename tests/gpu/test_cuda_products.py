@@ -1,6 +1,7 @@
 """The CUDA products of decoding, run on a CPU from their own sources (stand_in/stand_in.h)."""
 
 import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
 from jaxllm.weights.formats import parse_format
+from jaxllm.weights.types.block_weight import BLOCK_TYPES, BlockWeight
 from jaxllm.weights.types.nf4 import LEVELS
 from tests.gpu.cuda_stand_in import BF16, CSRC, Kernels, Variant
 
@@ -21,7 +23,8 @@ OUTPUTS = 128
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
 NF4 = Rows(4, 64, struct="Nf4")
 SPARSE = {"bfloat16": Rows(8, struct="Sparse<16>"), "int8": Rows(4, struct="Sparse<8>")}
-MORE = [NF4, *SPARSE.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
+SUPER = {"Q4_K": Rows(4, 32, struct="Q4K"), "Q6_K": Rows(4, 16, struct="Q6K")}
+MORE = [NF4, *SPARSE.values(), *SUPER.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
 FORMATS = [
     *(rows := [*DAILY, *MORE]),
     *(
@@ -75,6 +78,9 @@ def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Wei
             names = {"weight": stored.values, "zero": stored.mask, "scale": stored.scale}
             arrays = {name: np.asarray(x) for name, x in names.items() if x is not None}
             return Weight(arrays, np.asarray(stored.to_dense(), np.float64))
+    for type, format in SUPER.items():
+        if rows == format:
+            return _random_blocks(type, outputs, columns, rng)
     low = -(1 << rows.bits - 1)
     code = rng.integers(low, -low, (outputs, width)).astype(np.int8)
     group = rows.group or width
@@ -95,6 +101,19 @@ def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Wei
     arrays = {"weight": code, "scale": scale} | ({"zero": zero} if rows.has_zero else {})
     dense = centered * np.repeat(scale.astype(np.float64), group, axis=1)
     return Weight(arrays, dense[:, :columns])
+
+
+def _random_blocks(type: str, outputs: int, columns: int, rng: np.random.Generator) -> Weight:
+    """Return a weight of any bytes, but with factors of blocks that give weights of about 1."""
+    count, nbytes = -(-columns // 256), BLOCK_TYPES[type].nbytes
+    blocks = rng.integers(0, 256, (outputs, count, nbytes), np.uint8)
+    for at, size in {"Q4_K": [(0, 2e-3), (2, 1e-2)], "Q6_K": [(208, 1e-3)]}[type]:
+        factor = rng.normal(0, size, (outputs, count, 1)).astype(np.float16)
+        blocks[..., at : at + 2] = factor.view(np.uint8)
+    rows = jnp.asarray(blocks.reshape(outputs, -1))
+    stored = BlockWeight(rows, type, count * 256).split_bytes()
+    dense = np.asarray(stored.to_dense(), np.float64)[:, :columns]
+    return Weight({name: np.asarray(x) for name, x in stored.data.items()}, dense)
 
 
 def _random(*shape: int, seed: int = 1, mean: float = 0.0) -> np.ndarray:
@@ -291,11 +310,11 @@ def test_plan_refuses_what_no_variant_does() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90a", "100a", "120"])
 def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
-    """Each variant compiles and keeps no registers in memory, though two blocks of up to 16 rows
-    fit a multiprocessor at once.
+    """Each variant compiles and keeps no registers in memory, though a multiprocessor's 65,536 are
+    enough for two blocks of up to 16 rows at once.
     """
     cluster = 8 if int(arch.rstrip("a")) >= 90 else 1
-    weights = Rows(16), Rows(8), Rows(4, 32), Rows(4, 128, "float16", True)
+    weights = Rows(16), Rows(8), Rows(4, 32), Rows(4, 128, "float16", True), *SUPER.values()
     for weight, tiles in itertools.product(weights, (1, 2, 8)):
         launch = Launch(cluster, tiles, 3, 1, 0, 0)
         source = tmp_path / "variant.cu"
@@ -306,3 +325,5 @@ def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
         )
         assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
         assert "0 bytes stack frame, 0 bytes spill" in done.stderr, (weight, tiles, done.stderr)
+        used = re.findall(r"Used (\d+) registers", done.stderr)
+        assert int(*used) * 256 * (2 if tiles <= 2 else 1) <= 65536, (weight, tiles, used)

@@ -52,10 +52,17 @@ def draw_super(type: str) -> tuple[np.ndarray, BlockWeight]:
     return values.reshape(ROWS, 2 * COLUMNS), BlockWeight(jnp.asarray(data), type, 2 * COLUMNS)
 
 
-@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "Q4_K split", "Q6_K split"])
 def test_super_blocks_hold_ggml_values(type: str) -> None:
-    """Dense values, rows, slices and what kernels dequantize have the bits of ggml's package."""
+    """Dense values, rows, slices and what kernels dequantize have the bits of ggml's package, also
+    of blocks that are split for a GPU's kernels, and those have the same files.
+    """
+    type, _, split = type.partition(" ")
     values, blocks = draw_super(type)
+    if split:
+        stored, blocks = blocks, blocks.split_bytes()
+        np.testing.assert_array_equal(blocks.arrays()[".blocks"], stored.arrays()[".blocks"])
+        assert blocks.nbytes == stored.nbytes - BEFORE and blocks.native_matrix() is None
     assert blocks.shape == values.shape
     np.testing.assert_array_equal(to_dense(blocks), values)
     np.testing.assert_array_equal(blocks.take(jnp.array([6, 0, 3])), values[[6, 0, 3]])
@@ -65,7 +72,7 @@ def test_super_blocks_hold_ggml_values(type: str) -> None:
     cut = blocks.with_columns(256, 512).concatenate([blocks.with_columns(0, 256)], 1)
     np.testing.assert_array_equal(to_dense(cut), np.roll(values, 256, 1))
     assert weight_format(blocks) == type.lower()
-    if native.is_enabled():
+    if native.is_enabled() and not split:
         dense = native.dequantize(blocks.native_matrix(), jnp.dtype("float32"), columns=512)
         np.testing.assert_array_equal(dense, values)
 

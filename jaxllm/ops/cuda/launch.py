@@ -11,6 +11,8 @@ MAX_ROWS = 64
 _PARTS, _THREADS, _TILE_ROWS = 8, 256, 16  # as in csrc/ring.h
 _UNIT_BYTES = 64
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own
+# Structs of blocks of 256 columns: bytes of `scale` and of `zero` for 128 columns.
+_SUPER_BLOCKS = {"Q4K": (8, 0), "Q6K": (1, 40)}
 
 
 class Rows(NamedTuple):
@@ -35,8 +37,12 @@ class Rows(NamedTuple):
     def _unit(self) -> int:
         return _UNIT_BYTES * 8 // self.bits
 
+    @property
+    def _step(self) -> int:
+        return 2 if self.struct in _SUPER_BLOCKS else 1
+
     def _units(self, columns: int) -> int:
-        chunk = 8 if self.bits == 16 else 128
+        chunk = 8 if self.bits == 16 else 128 * self._step
         return -(-(-(-columns // chunk) * chunk) // self._unit)
 
     def _group_bytes(self, size: int, group: int) -> int:
@@ -46,6 +52,9 @@ class Rows(NamedTuple):
     @property
     def stage_bytes(self) -> int:
         """Bytes of one stage of a warp's ring: 128 of each of 16 rows, and its groups' values."""
+        if self.struct in _SUPER_BLOCKS:
+            sizes = [self._group_bytes(size, 128) for size in _SUPER_BLOCKS[self.struct] if size]
+            return 128 * _TILE_ROWS + sum(sizes)
         scales = self._group_bytes(2 if self.scale == "float16" else 4, self.group)
         mask_group = 8 if self.struct.startswith("Sparse") else 0
         zeros = self._group_bytes(1, self.group if self.has_zero else mask_group)
@@ -53,8 +62,8 @@ class Rows(NamedTuple):
 
     def shared_bytes(self, rows: int, columns: int, cluster: int, tiles: int, stages: int) -> int:
         """Return the bytes of shared memory that a block takes, as csrc/product.h lays it out."""
-        units = -(-self._units(columns) // cluster)
-        narrow = self.bits == 16 or self.group == 32
+        units = -(-self._units(columns) // (self._step * cluster)) * self._step
+        narrow = self.bits == 16 or (0 < self.group <= 32 and self.struct != "Q4K")
         stride = -(-units * self._unit * 2 // 128) * 128 + (64 if narrow else 16)
         sums = 2 * _PARTS * tiles * 512 + _PARTS * tiles * 32
         return _PARTS * stages * self.stage_bytes + sums + rows * stride

@@ -16,7 +16,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types.arrays import add_dependency, matmul
 from jaxllm.weights.types.base import (
@@ -39,6 +40,14 @@ GROUP = 32  # columns of a block of Q4_0 or Q8_0; rounded inputs of any type sha
 SUPER = 256  # columns of a block of the other types
 LARGEST = 65504  # of float16; the squares of larger numbers would overflow in the search
 MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
+# For CUDA kernels: an array of each of these bytes of a block, in their order, and their format.
+_SPLIT = {
+    "Q4_K": ({"scale": slice(0, 16), "weight": slice(16, 144)}, Rows(4, 32, struct="Q4K")),
+    "Q6_K": (
+        {"weight": slice(0, 128), "zero": slice(128, 208), "scale": slice(208, 210)},
+        Rows(4, 16, struct="Q6K"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +133,9 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     supports_int8_inputs = True
 
     # uint8 [..., O, row bytes]. Or flat, a matrix in a mapped file: less than a row of other bytes,
-    # so that they begin where XLA can use them in place, then all rows.
-    data: jax.Array
+    # so that they begin where XLA can use them in place, then all rows. Or a matrix as CUDA kernels
+    # read it: several arrays [O, ...] (`split_bytes`).
+    data: jax.Array | dict[str, jax.Array]
     type: str = struct.field(pytree_node=False)  # of `BLOCK_TYPES`
     columns: int = struct.field(pytree_node=False)  # I
 
@@ -136,12 +146,16 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     @property
     def rows(self) -> jax.Array:
         """Its rows of bytes, uint8 `[..., O, row bytes]`."""
+        if isinstance(self.data, dict):
+            return _join_bytes(self.data, self.type)
         if self.data.ndim > 1:
             return self.data
         return self.data[self.data.shape[0] % self.row_bytes :].reshape(-1, self.row_bytes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if isinstance(self.data, dict):
+            return (self.data["weight"].shape[0], self.columns)
         if self.data.ndim > 1:
             return (*self.data.shape[:-1], self.columns)
         return (self.data.shape[0] // self.row_bytes, self.columns)
@@ -160,7 +174,10 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
 
     def take(self, index: jax.Array) -> jax.Array:
         rows, flat = self.shape[0], index.reshape(-1).clip(0, max(self.shape[0] - 1, 0))
-        if self.data.ndim > 1:
+        if isinstance(self.data, dict):
+            part = {name: jnp.asarray(x).at[flat].get(mode="clip") for name, x in self.data.items()}
+            bytes_NB = _join_bytes(part, self.type)
+        elif self.data.ndim > 1:
             bytes_NB = jnp.asarray(self.data).at[flat].get(mode="clip")
         else:  # a slice of all rows would copy them
             begin = self.data.shape[0] % self.row_bytes + flat * self.row_bytes
@@ -178,13 +195,31 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         return matmul(x_RI, weight.to_dense(jnp.bfloat16 if many else jnp.float32))
 
     def for_accelerator(self) -> "IntWeight | BlockWeight":
-        """Return a matrix as integers: a GPU has no use for a mapped file.
+        """Return a matrix as integers, or as CUDA kernels read it.
 
-        Stacks stay, as experts cannot have offsets.
+        A GPU has no use for a mapped file. Stacks stay, as experts cannot have offsets.
         """
-        return self if self.ndim > 2 else self.to_int_weight().for_accelerator()
+        if self.ndim > 2:
+            return self
+        if self.type in _SPLIT and cuda.find_problem() is None:
+            return self.split_bytes()
+        return self.to_int_weight().for_accelerator()
 
-    def native_matrix(self) -> native.Matrix:
+    def split_bytes(self) -> "BlockWeight":
+        """Return a matrix of Q4_K or Q6_K with the same bytes as arrays for CUDA kernels."""
+        blocks_OGB = self.rows.reshape(self.shape[0], -1, BLOCK_TYPES[self.type].nbytes)
+        parts = _SPLIT[self.type][0].items()
+        arrays = {name: blocks_OGB[..., part].reshape(self.shape[0], -1) for name, part in parts}
+        return self.replace(data=arrays)
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        if not isinstance(self.data, dict):
+            return None
+        return cuda.Matrix(_SPLIT[self.type][1], self.data)
+
+    def native_matrix(self) -> native.Matrix | None:
+        if isinstance(self.data, dict):
+            return None
         data = self.data if self.ndim > 2 else self.data.reshape(-1)
         return native.Matrix(BLOCK_TYPES[self.type].kind, [data], GROUP, self.shape[-2])
 
@@ -216,6 +251,15 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
     def _is_stored(self) -> bool:
         """Whether files store its blocks."""
         return self.type in SUPER_BLOCKS
+
+
+def _join_bytes(arrays: Mapping[str, jax.Array], type: str) -> jax.Array:
+    """Invert `BlockWeight.split_bytes`: return rows of blocks, uint8 `[O, row bytes]`."""
+    parts = [
+        arrays[name].reshape(len(arrays[name]), -1, part.stop - part.start)
+        for name, part in _SPLIT[type][0].items()
+    ]
+    return jnp.concatenate(parts, axis=-1).reshape(len(parts[0]), -1)
 
 
 def map_blocks(

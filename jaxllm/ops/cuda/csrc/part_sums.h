@@ -25,10 +25,11 @@ DEVICE void read_words(const unsigned char* at, uint32_t* words) {
 template <class Format, int C, int TILES>
 struct PartSums {
   static constexpr int SPANS = Format::UNIT / Format::SPAN, PAIRS = Format::SPAN / 8;
-  // Chains of additions that take turns: spans for one tile of x, tiles for more.
-  static constexpr int SPAN_TURN = Format::GROUP && TILES == 1 && SPANS > 1 ? 2 : 1;
+  static constexpr int GROUPS = Format::GROUPS;
+  // Chains of additions that take turns: groups or spans for one tile of x, tiles for more.
+  static constexpr int SPAN_TURN = Format::GROUP && GROUPS == 1 && TILES == 1 && SPANS > 1 ? 2 : 1;
   static constexpr int TILE_TURN = TILES < 4 ? TILES : 4;
-  static constexpr int UNROLLED = TILES == 2 ? Format::UNROLLED : 2;
+  static constexpr int UNROLLED = TILES == 2 || Format::HAS_OFFSETS ? Format::UNROLLED : 2;
 
   const Place<Format, C>& place;
   int g, c;                       // of the lane in the tile's mma
@@ -60,14 +61,14 @@ struct PartSums {
     JAXLLM_UNROLL_BY(UNROLLED)
     for (int span = 0; span < SPANS; span += SPAN_TURN) {
       uint32_t a[SPAN_TURN][PAIRS / 2][4];
-      float scale[SPAN_TURN][2];
+      Factors<GROUPS> factors[SPAN_TURN][2];
       JAXLLM_UNROLL
       for (int i = 0; i < SPAN_TURN; i++) {
         uint32_t pairs[2][PAIRS];
         JAXLLM_UNROLL
         for (int half = 0; half < 2; half++) {
           read_pairs(bytes, stage, unit, span + i, half, pairs[half]);
-          scale[i][half] = read_scale(bytes, stage, unit, span + i, half);
+          factors[i][half] = read_factors(bytes, stage, unit, span + i, half);
         }
         JAXLLM_UNROLL
         for (int k = 0; k < PAIRS / 2; k++) {
@@ -77,30 +78,40 @@ struct PartSums {
       }
       const int offset = ((2 * stage + unit) * Format::UNIT + span * Format::SPAN) * 2;
       JAXLLM_UNROLL
-      for (int n = 0; n < TILES; n += TILE_TURN) multiply(n, offset, a, scale);
+      for (int n = 0; n < TILES; n += TILE_TURN) multiply(n, offset, a, factors);
     }
   }
   // Add spans of the weight times those of some tiles of x.
   DEVICE void multiply(int tile, int offset, const uint32_t (&a)[SPAN_TURN][PAIRS / 2][4],
-                       const float (&scale)[SPAN_TURN][2]) {
+                       const Factors<GROUPS> (&factors)[SPAN_TURN][2]) {
+    constexpr int STEPS = PAIRS / 2 / GROUPS;  // of a group
+    constexpr uint32_t ONES[4] = {0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80};
     uint32_t b[TILE_TURN][SPAN_TURN][PAIRS];
-    float group[TILE_TURN][SPAN_TURN][4] = {};
     JAXLLM_UNROLL
     for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
     for (int i = 0; i < SPAN_TURN; i++)
       read_words<PAIRS>(x[tile + n] + offset + i * (Format::SPAN * 2), b[n][i]);
     JAXLLM_UNROLL
-    for (int k = 0; k < PAIRS / 2; k++) JAXLLM_UNROLL
-    for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
-    for (int i = 0; i < SPAN_TURN; i++) {
-      const uint32_t two[2] = {b[n][i][2 * k], b[n][i][2 * k + 1]};
-      multiply_tile(Format::GROUP ? group[n][i] : sum[tile + n], a[i][k], two);
+    for (int j = 0; j < GROUPS; j++) {
+      float group[TILE_TURN][SPAN_TURN][4] = {}, of_x[TILE_TURN][SPAN_TURN][4] = {};  // of x alone
+      JAXLLM_UNROLL
+      for (int k = j * STEPS; k < (j + 1) * STEPS; k++) JAXLLM_UNROLL
+      for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
+      for (int i = 0; i < SPAN_TURN; i++) {
+        const uint32_t two[2] = {b[n][i][2 * k], b[n][i][2 * k + 1]};
+        multiply_tile(Format::GROUP ? group[n][i] : sum[tile + n], a[i][k], two);
+        if constexpr (Format::HAS_OFFSETS) multiply_tile(of_x[n][i], ONES, two);
+      }
+      if constexpr (Format::GROUP != 0) JAXLLM_UNROLL
+      for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
+      for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
+      for (int e = 0; e < 4; e++) {
+        const Factors<GROUPS>& by = factors[i][e / 2];
+        float& to = sum[tile + n][e];
+        to = fmaf(by.scale[j], group[n][i][e], to);
+        if constexpr (Format::HAS_OFFSETS) to = fmaf(by.offset[j], of_x[n][i][e], to);
+      }
     }
-    if constexpr (Format::GROUP != 0) JAXLLM_UNROLL
-    for (int i = 0; i < SPAN_TURN; i++) JAXLLM_UNROLL
-    for (int n = 0; n < TILE_TURN; n++) JAXLLM_UNROLL
-    for (int e = 0; e < 4; e++)
-      sum[tile + n][e] = fmaf(scale[i][e / 2], group[n][i][e], sum[tile + n][e]);
   }
   // This lane's columns of a span, in row g of a half of the tile.
   DEVICE void read_pairs(const unsigned char* bytes, int stage, int unit, int span, int half,
@@ -110,20 +121,29 @@ struct PartSums {
     uint32_t words[Format::WORDS], zero = 0;
     read_words<Format::WORDS>(at, words);
     if constexpr (Format::ZERO_GROUP != 0) {
-      const int found =
-          Zeros<Format>::find(g + 8 * half, zero_skew[half], stage, place.first, unit, span);
-      zero = Format::read_zero(bytes + 2048 + Scales<Format>::SIZE + found, c);
+      const unsigned char* zeros = find_zero(bytes, stage, unit, span, half);
+      zero = Format::read_zero(zeros, c, unit * SPANS + span);
     }
     Format::unpack(words, zero, pairs);
   }
-  DEVICE float read_scale(const unsigned char* bytes, int stage, int unit, int span,
-                          int half) const {
+  DEVICE const unsigned char* find_zero(const unsigned char* bytes, int stage, int unit, int span,
+                                        int half) const {
+    return bytes + 2048 + Scales<Format>::SIZE +
+           Zeros<Format>::find(g + 8 * half, zero_skew[half], stage, place.first, unit, span);
+  }
+  DEVICE Factors<GROUPS> read_factors(const unsigned char* bytes, int stage, int unit, int span,
+                                      int half) const {
     if constexpr (Format::GROUP != 0) {
-      const int found =
+      const unsigned char* scale =
+          bytes + 2048 +
           Scales<Format>::find(g + 8 * half, scale_skew[half], stage, place.first, unit, span);
-      return INTEGER_SCALE * Format::Scale::read(bytes + 2048 + found);
+      if constexpr (GROUPS == 1)
+        return {{INTEGER_SCALE * Format::Scale::read(scale)}, {}};
+      else
+        return Format::read_factors(scale, find_zero(bytes, stage, unit, span, half),
+                                    unit * SPANS + span);
     } else {
-      return 1;
+      return {};
     }
   }
   // Write the sums where the block that ends the tile looks for them.

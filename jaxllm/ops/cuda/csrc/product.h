@@ -23,8 +23,9 @@ struct Layout {
   static constexpr int INPUTS = SQUARES + PARTS * TILES * 8 * 4;
   // Two or eight rows of x are read at once, 64 or 16 bytes of each bank's 128.
   static DEVICE int input_stride(int columns) {
-    const int units = (Format::units(columns) + C - 1) / C;  // at most
-    return (units * Format::UNIT * 2 + 127) / 128 * 128 + (Format::SPAN == 32 ? 64 : 16);
+    const int steps = (Format::units(columns) / Format::STEP + C - 1) / C;  // at most
+    return (steps * Format::STEP * Format::UNIT * 2 + 127) / 128 * 128 +
+           (Format::SPAN == 32 ? 64 : 16);
   }
   static DEVICE int bytes(int rows, int columns) { return INPUTS + rows * input_stride(columns); }
 };

@@ -20,7 +20,15 @@ struct Inputs {
   float* squares;  // [8 parts][8 TILES rows]
   template <class Format>
   DEVICE void write(int row, int chunk, uint4 eight) const {
-    *(uint4*)(x + row * stride + Format::place(chunk) * 16) = Format::arrange(eight);
+    unsigned char* const to = x + row * stride;
+    const uint4 arranged = Format::arrange(eight);
+    if constexpr (Format::GROUP == 16) {  // two lanes take four columns each
+      uint2* const fours = (uint2*)to + Format::place(chunk);
+      fours[0] = uint2{arranged.x, arranged.y};
+      fours[2] = uint2{arranged.z, arranged.w};
+    } else {
+      *(uint4*)(to + Format::place(chunk) * 16) = arranged;
+    }
   }
 };
 

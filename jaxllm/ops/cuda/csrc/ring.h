@@ -20,29 +20,31 @@ struct Place {
   int first, end;                          // units of the part
   int share_first, share_end;              // units of the block's parts
   DEVICE explicit Place(int columns) {
-    const int units = Format::units(columns);
+    const int steps = Format::units(columns) / Format::STEP;
     lane = thread_index() % 32;
     warp = thread_index() / 32;
     rank = C == 1 ? 0 : block_index() % C;
     tile = warp / SHARE;
     part = rank * SHARE + warp % SHARE;
-    first = units * part / PARTS;
-    end = units * (part + 1) / PARTS;
-    share_first = units * (rank * SHARE) / PARTS;
-    share_end = units * ((rank + 1) * SHARE) / PARTS;
+    first = steps * part / PARTS * Format::STEP;
+    end = steps * (part + 1) / PARTS * Format::STEP;
+    share_first = steps * (rank * SHARE) / PARTS * Format::STEP;
+    share_end = steps * ((rank + 1) * SHARE) / PARTS * Format::STEP;
   }
 };
 
-// The scales or zero points of a stage, BYTES for each group of each row. They are copied as two
-// aligned pieces of a row, one by each lane, so the first group may begin within the first piece.
+// The scales or zero points of a stage, BYTES for each group of each row. They are copied as
+// aligned pieces of a row by two lanes in turn, so the first group may begin within the first
+// piece.
 template <int BYTES, int GROUP, class Format>
 struct GroupValues {
-  static constexpr bool SEVERAL = Format::UNIT >= GROUP;  // or a unit is half a group
+  // Whether stages are of whole groups; or a unit is half a group, and parts begin with any.
+  static constexpr bool SEVERAL = Format::STEP * Format::UNIT >= GROUP;
   static constexpr int STAGE = 2 * Format::UNIT * BYTES / GROUP;
   static constexpr int ALIGNED = SEVERAL ? STAGE / 2 : BYTES;
-  static constexpr int PIECE = ALIGNED < 4 ? 4 : ALIGNED;
-  static constexpr int SIZE = 32 * PIECE;
-  static_assert(PIECE <= 16 && STAGE <= 2 * PIECE, "two pieces hold a stage");
+  static constexpr int LANE_BYTES = ALIGNED < 4 ? 4 : ALIGNED;
+  static constexpr int PIECE = LANE_BYTES & -LANE_BYTES, SIZE = 32 * LANE_BYTES;
+  static_assert(PIECE <= 16 && STAGE <= 2 * LANE_BYTES, "two lanes copy a stage");
 
   const unsigned char* begin;  // of the row's first piece
   int skew, size;              // bytes before its first group, and to the end of its last one
@@ -57,16 +59,19 @@ struct GroupValues {
     skew = skew_of(row, columns, first);
     begin =
         (const unsigned char*)values + (size_t(row) * groups + first_group(first)) * BYTES - skew;
-    size = skew + (first_group(end - 1) - first_group(first)) * BYTES + ALIGNED;
+    size = skew + ((end * Format::UNIT + GROUP - 1) / GROUP - first_group(first)) * BYTES;
   }
   DEVICE void copy(unsigned char* to, int stage, int lane) const {
-    const int at = ((skew + stage * STAGE) & -PIECE) + lane % 2 * PIECE;
-    if (at < size) copy_async<PIECE>(to + lane * PIECE, begin + at);
+    JAXLLM_UNROLL
+    for (int i = 0; i < LANE_BYTES / PIECE; i++) {
+      const int piece = (lane % 2 + 2 * i) * PIECE, at = ((skew + stage * STAGE) & -PIECE) + piece;
+      if (at < size) copy_async<PIECE>(to + lane / 2 * (2 * LANE_BYTES) + piece, begin + at);
+    }
   }
   // Where a row's value for a span is, from the start of a stage's values.
   static DEVICE int find(int row, int skew, int stage, int first, int unit, int span) {
     const int group = SEVERAL ? (unit * Format::UNIT + span * Format::SPAN) / GROUP : first & unit;
-    return row * 2 * PIECE + ((skew + stage * STAGE) & (PIECE - 1)) + group * BYTES;
+    return row * 2 * LANE_BYTES + ((skew + stage * STAGE) & (PIECE - 1)) + group * BYTES;
   }
 };
 template <int BYTES, class Format>
@@ -75,12 +80,13 @@ struct GroupValues<BYTES, 0, Format> {  // none
   static DEVICE int skew_of(int, int, int) { return 0; }
   DEVICE void aim(const void*, int, int, int, int) {}
   DEVICE void copy(unsigned char*, int, int) const {}
+  static DEVICE int find(int, int, int, int, int, int) { return 0; }
 };
 
 template <class Format>
-using Scales = GroupValues<Format::Scale::BYTES, Format::GROUP, Format>;
+using Scales = GroupValues<Format::Scale::BYTES, Format::SCALE_GROUP, Format>;
 template <class Format>
-using Zeros = GroupValues<1, Format::ZERO_GROUP, Format>;
+using Zeros = GroupValues<Format::ZERO_BYTES, Format::ZERO_GROUP, Format>;
 
 // Where a chunk of 16 bytes of a row lies in its 128: lanes that read at once find it in other
 // banks. A row's lanes read LANE_BYTES each, and as many rows read at once as fill 128 bytes.
