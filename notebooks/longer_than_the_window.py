@@ -37,9 +37,9 @@ import numpy as np
 
 import jaxllm
 from jaxllm.config.long_attention import LongAttention
-from jaxllm.evaluate.needle.grid import POLICIES, recall
-from jaxllm.evaluate.needle.haystack import make_probe
-from jaxllm.evaluate.needle.prefill import prefill_texts
+from jaxllm.research.needle.grid import POLICIES, recall
+from jaxllm.research.needle.haystack import make_probe
+from jaxllm.research.needle.prefill import prefill_texts
 
 plt.rcParams["figure.dpi"] = 110
 

@@ -155,8 +155,8 @@ def test_option_values_in_pages_exist() -> None:
     from jaxllm.convert.gguf.tensor_types import KINDS
     from jaxllm.evaluate.likelihood.data import PROTOCOLS
     from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
-    from jaxllm.evaluate.needle.grid import POLICIES
     from jaxllm.generation.loops.overflow import OVERFLOWS
+    from jaxllm.research.needle.grid import POLICIES
 
     known = {
         "protocol": PROTOCOLS, "bos": BOS, "to-gguf": KINDS, "by": GROUPINGS, "policies": POLICIES,

@@ -1,12 +1,12 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
 Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
-upcycle, infini, export; info, bench, doctor; verify, vectors, perplexity, recall, sensitivity;
-lens, steer; train (one command per training method); and the entry points of the group
-`jaxllm.commands`. Shared: fields (flags from annotations), usage (errors of usage), options (single
-flags), option_groups (sampling, loading), eval_data (evaluation text), train_run (flags and run of
-every training command), console (stdin, stdout, stderr), terminal and conversation (input and state
-of chat), distributed (several processes).
+upcycle, infini, export; info, bench, doctor; verify, vectors, perplexity, sensitivity; lens, steer;
+train (one command per training method); and the entry points of the group `jaxllm.commands`.
+Shared: fields (flags from annotations), usage (errors of usage), options (single flags),
+option_groups (sampling, loading), eval_data (evaluation text), train_run (flags and run of every
+training command), console (stdin, stdout, stderr), terminal and conversation (input and state of
+chat), distributed (several processes).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
 # ends its --help. The last command, train, has subcommands.
 COMMANDS = (
-    "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "recall", "sensitivity",
+    "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "sensitivity",
     "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench",
     "convert", "quantize", "merge", "compress", "upcycle", "infini",
 )  # fmt: skip
@@ -44,7 +44,10 @@ TRAIN = "train"
 
 
 def further_commands() -> dict[str, "EntryPoint"]:
-    """Return the commands of other packages: modules like ours, by entry point."""
+    """Return the commands of other packages: modules like ours, by entry point.
+
+    DISTRIBUTED says whether all processes of `--distributed` run the command together.
+    """
     from importlib.metadata import entry_points  # takes longer than a command's own imports
 
     return {entry.name: entry for entry in entry_points(group="jaxllm.commands")}
@@ -99,8 +102,10 @@ def _apply_global_options(
         if processes is not None or process is not None:
             raise ConfigError("--processes and --process require --distributed HOST:PORT")
         return
-    asked = context.invoked_subcommand, context.obj or ()
-    if (status := distributed.enter_group(*asked, address, processes, process)) is not None:
+    name = context.invoked_subcommand
+    group = (name, context.obj or (), address, processes, process)
+    runs_together = name in further_commands() and import_command(name).DISTRIBUTED
+    if (status := distributed.enter_group(*group, runs_together=runs_together)) is not None:
         raise typer.Exit(status)
 
 

@@ -12,7 +12,7 @@ from jaxllm.runtime import multihost, signals, supervisor
 
 # Commands whose model can be on a mesh, and whose result all processes compute together.
 COMMANDS = (
-    "generate", "chat", "embed", "classify", "perplexity", "recall", "sensitivity", "verify",
+    "generate", "chat", "embed", "classify", "perplexity", "sensitivity", "verify",
     "vectors", "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
 )  # fmt: skip
 _RUN_ONCE = "runs in a single process: leave out --distributed"
@@ -53,9 +53,11 @@ def enter_group(
     address: str,
     process_count: int | None,
     process_index: int | None,
+    *,
+    runs_together: bool = False,
 ) -> int | None:
     """Join a group of processes and return None; or supervise a child that does, and return the
-    exit status.
+    exit status. runs_together: whether the command is one for several processes, besides COMMANDS.
 
     Raises ConfigError for an invalid group, for a command of one process, and if the processes have
     different versions, environments or commands.
@@ -63,7 +65,7 @@ def enter_group(
     group = multihost.parse_group(address, process_count, process_index)
     given = [] if command is None else arguments[arguments.index(command) :]
     name = " ".join(given[:2]) if command == "train" else command
-    if name not in COMMANDS:
+    if name not in COMMANDS and not runs_together:
         why = f"; {name} {SINGLE_PROCESS[name]}" if name in SINGLE_PROCESS else ""
         raise ConfigError(f"--distributed does not support {name}, only {', '.join(COMMANDS)}{why}")
     if not signals.is_supervised():

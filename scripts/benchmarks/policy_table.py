@@ -17,7 +17,7 @@ from typing import Any
 
 import jaxllm
 from jaxllm.errors import JaxllmError
-from jaxllm.evaluate.needle.grid import POLICIES, SELF_EXTEND, Cell, default_extension, recall
+from jaxllm.research.needle.grid import POLICIES, SELF_EXTEND, Cell, default_extension, recall
 
 
 def measure(lm: Any, policy: str, length: int, options: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxllm.evaluate.needle.haystack import FRIENDS, KINDS, MEETING, MEETING_QUESTION, random_filler
+from jaxllm.research.needle.haystack import FRIENDS, KINDS, MEETING, MEETING_QUESTION, random_filler
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 from scripts.demo_models.demo_data import BOS_ID
 

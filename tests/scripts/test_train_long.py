@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxllm
-from jaxllm.evaluate.needle.haystack import MEETING, MEETING_QUESTION
+from jaxllm.research.needle.haystack import MEETING, MEETING_QUESTION
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.weights.paths import flatten
 from scripts.demo_models import train_long

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxllm.checkpoints.native import Checkpoint
 
 WEIGHT_SUFFIXES = (".safetensors", ".msgpack", ".bin", ".gguf", ".pt", ".pth", ".h5")
+DISTRIBUTED = False  # it runs no model
 EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
 
 

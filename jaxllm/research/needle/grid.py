@@ -10,8 +10,6 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.evaluate.needle.haystack import Encode, Probe, make_probe
-from jaxllm.evaluate.needle.prefill import occupied_slots, prefill_texts, score_answers
 from jaxllm.files.plots import save_figure
 from jaxllm.generation.loops.overflow import (
     DropSegments,
@@ -22,6 +20,8 @@ from jaxllm.generation.loops.overflow import (
     SinksAndWindow,
     Slide as Begin,
 )
+from jaxllm.research.needle.haystack import Encode, Probe, make_probe
+from jaxllm.research.needle.prefill import occupied_slots, prefill_texts, score_answers
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params

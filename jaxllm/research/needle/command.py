@@ -15,6 +15,7 @@ from jaxllm.cli.options import (
 )
 from jaxllm.errors import ConfigError, TokenError
 
+DISTRIBUTED = True  # all processes compute the table together
 EXAMPLE = (
     "Example: jaxllm recall demo:llama --lengths 96,192,384"
     " --policies full,heavy,pooled,self-extend --slots 96 --picture recall.png"
@@ -67,7 +68,7 @@ def recall(
     asked_lengths = [*dict.fromkeys(split_numbers("--lengths", lengths))]
     asked_depths = [*dict.fromkeys(split_numbers("--depths", depths, float))]
     with spinner("starting"):
-        from jaxllm.evaluate.needle import grid
+        from jaxllm.research.needle import grid
     grid.select_policies(chosen)
     lm = loading.load(model, cache_dtype=cache_dtype)
     if lm.tokenizer is None:

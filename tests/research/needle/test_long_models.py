@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxllm
-from jaxllm.evaluate.needle.grid import recall
+from jaxllm.research.needle.grid import recall
 
 DEMO = Path(jaxllm.__file__).parent / "demo"
 TRIES = 24

@@ -1,1 +1,0 @@
-"""Tests of jaxllm.evaluate.needle."""
