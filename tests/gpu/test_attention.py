@@ -1,5 +1,6 @@
 """Attention as an accelerator computes it, run on a CPU: in float32 it equals the CPU's."""
 
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,15 @@ from tests.ops.test_native_attention import brute_force, in_numpy
 def _accelerator() -> Iterator[None]:
     with trace_for("rocm"):
         yield
+
+
+def test_stand_in_has_interface_of_private_module() -> None:
+    """The one private module of JAX still has what attention calls: on a GPU only it would fail."""
+    theirs = flash._cudnn()
+    for name in ("dot_product_attention", "check_cudnn_version"):
+        ours = inspect.signature(getattr(cudnn, name)).parameters
+        assert {*ours} <= {*inspect.signature(getattr(theirs, name)).parameters}
+    assert {x.name for x in cudnn.MaskType} <= {x.name for x in theirs.MaskType}
 
 
 def draw(
