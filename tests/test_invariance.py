@@ -127,7 +127,7 @@ def run_beside(model: Any, params: Any, text_T: np.ndarray) -> list[np.ndarray]:
     cache = jaxllm.init_cache(model, 6, 80)
     for row, (text, ran) in texts.items():
         places, _ = pack_microbatch([run_of(row, text, 0, ran)], 6, invariant_rows=True)
-        cache = run_microbatch(model, params, cache, places, donate=True)[1]
+        cache = run_microbatch(model, params, cache, places)[1]
     groups = [[run_of(4, *texts[4])], [run_of(row, *texts[row]) for row in (1, 3)]]
     assert can_join(groups)
     packed = pack_joined(groups, 6)

@@ -2,9 +2,9 @@
 
 kv: the cache, and an empty one. commit: `commit`. batch_ops: fork, branch, select, merge. tree:
 trees of tokens. operations: rewind, cull, compact, move, patch. state_rewind: rewinding a state.
-eviction: what to cull. token_merging: several tokens in one slot. sequences: llama.cpp's sequence
-operations. prefix_reuse: prompt-prefix reuse. prefix_cache: prompt prefixes across requests. files:
-save and load. inspection: equality, text.
+eviction: what to cull. token_merging: several tokens in one slot. prefix_reuse: prompt-prefix
+reuse. prefix_cache: prompt prefixes across requests. files: save and load. inspection: equality,
+text.
 """
 
 from jaxllm.cache.batch_ops import branch, fork, merge_rows, select

@@ -25,12 +25,12 @@ from jaxllm.cache import (
     select,
     sinks_and_window,
 )
-from jaxllm.cache.sequences import read_positions
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
 from jaxllm.generation.recompute import recompute
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.layers import Trace
 from jaxllm.models.llama import LlamaConfig
+from jaxllm.research.llama_batch.sequences import read_positions
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
 from tests.tiny_models import random_model, tokens

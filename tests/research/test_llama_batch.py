@@ -10,7 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 import jaxllm
 from jaxllm.cache import KVCache, drop_range
-from jaxllm.cache.sequences import (
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.research.llama_batch.batch import StatusCode, TokenBatch, decode
+from jaxllm.research.llama_batch.sequences import (
     add_positions,
     copy_sequence,
     defragment,
@@ -20,8 +22,6 @@ from jaxllm.cache.sequences import (
     read_positions,
     remove_range,
 )
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.research.llama_batch.batch import StatusCode, TokenBatch, decode
 from jaxllm.weights.precision import Precision
 from tests.tiny_models import BOTH, assert_close, in_both, random_model, tokens
 

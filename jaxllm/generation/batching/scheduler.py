@@ -401,7 +401,7 @@ def _run_step(
             out = joined[i]
         else:
             places = places.replace(edits=state.edits)
-            out, cache, sites = run_microbatch(model, params, cache, places, donate=True)
+            out, cache, sites = run_microbatch(model, params, cache, places)
         for run in group:
             (row, *_), prompt_T = run.rows, state.active[run.rows[0]].prompt_T
             if kept := store.keep_state(cache, run, prompt_T.size):

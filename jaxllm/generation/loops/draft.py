@@ -184,7 +184,7 @@ def catch_up(
     limit = sum(run.index_T.size for run in runs)
     for group in split_microbatches(runs, limit, alone=MAX_BATCHED_RUN):
         places, _ = pack_microbatch(group, cache.batch, invariant_rows=True)
-        _, cache, _ = run_microbatch(draft.source, draft.params, cache, places, donate=True)
+        _, cache, _ = run_microbatch(draft.source, draft.params, cache, places)
     return draft._replace(cache=cache), ran
 
 
@@ -234,9 +234,8 @@ def propose_tokens(
             slot_RT=jnp.where(live_R[:, None], position_RT, NO_SLOT),
             length_R=length_R,
             column_R=jnp.full_like(length_R, new - 1),
-            member_RB=None,
         )
-        out, delta, waits, _ = run_tokens(source, params, (tail,), state, places, None, "logits")
+        out, delta, waits, _ = run_tokens(source, params, (tail,), state, places)
         state = commit_state(delta.state, delta.position_BS, waits)
         new_RT = cast_delta(delta, tail)
         tail = write_slots(tail, new_RT, places.slot_RT, row_R, wait_for=waits)

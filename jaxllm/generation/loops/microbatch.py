@@ -5,11 +5,9 @@ one token is not padded to the width of another row's prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -28,7 +26,6 @@ from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 
 Array = Any  # a jax or numpy array
 Sites = dict[str, jax.Array]  # what was read, by full name
-OutputKind = Literal["logits", "hidden"]
 MAX_BATCHED_RUN = 32  # tokens; a longer run is never batched, since one already uses all cores
 
 
@@ -72,7 +69,6 @@ class Microbatch(struct.PyTreeNode):
         slot_RT: Cache slots to write.
         length_R: Length of each row's text.
         column_R: The one column that needs an output; None for all columns.
-        member_RB: Which sequences share the entries; None if each row writes its own slots.
         adapter_R: Adapter index of each row; None keeps the parameters' own choice.
         edits: Of all cache rows (`site_inputs.stack_rows`).
         read: Names of the sites to read in the column of `column_R`. Static.
@@ -84,7 +80,6 @@ class Microbatch(struct.PyTreeNode):
     slot_RT: Array
     length_R: Array
     column_R: Array | None
-    member_RB: Array | None
     adapter_R: Array | None = None
     edits: Edits = NO_EDITS
     read: tuple[str, ...] = struct.field(pytree_node=False, default=())
@@ -184,14 +179,12 @@ def pack_microbatch(
     token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
     slot_RT = np.full((R, width), NO_SLOT, np.int32)
     length_R, column_R = np.ones(R, np.int32), np.zeros(R, np.int32)
-    member_RB = np.zeros((R, rows), bool)
     for r, run in zip(at, runs, strict=True):
         real = slice(0, run.index_T.size)
         row_R[r] = run.rows[0]
         token_RT[r, real], position_RT[r, real] = run.token_T, run.position_T
         slot_RT[r, real], length_R[r] = run.slot_T, run.length
         column_R[r] = np.argmax(run.output_T)
-        member_RB[r, run.rows] = True
     several = any(np.count_nonzero(run.output_T) > 1 for run in runs)
     places = Microbatch(
         None if uses_all_rows else row_R,
@@ -200,7 +193,6 @@ def pack_microbatch(
         slot_RT,
         length_R,
         None if several else column_R,
-        member_RB if len(runs[0].rows) > 1 else None,
         row_adapters({r: run.adapter for r, run in zip(at, runs, strict=True)}, R),
         read=_sites_to_read(runs),
     )
@@ -222,89 +214,46 @@ def run_microbatch(
     params: Params,
     cache: KVCache,
     microbatch: Microbatch,
-    *,
-    vectors_PD: Array | None = None,
-    output_kind: OutputKind = "logits",
-    donate: bool = False,
 ) -> tuple[jax.Array, KVCache, Sites]:
-    """Run a microbatch without any checks; return its output, the updated cache, and what was read.
+    """Run a microbatch without any checks; return its logits, float32 `[R, 1 or T, V]`, the cache,
+    which is written in place, and what was read.
 
-    The output is float32: logits `[R, 1 or T, V]` or last hidden states `[R, T, D]`. The caller
-    updates the cache's `cursor` and `next_position_B`. Sites have their axes with one token.
-
-    vectors_PD: input embeddings for the P = R * T places, instead of token ids. donate: write the
-    cache in place.
+    The caller updates the cache's `cursor` and `next_position_B`. Sites have their axes with one
+    token.
     """
-    pool = cache.frozen
-    if microbatch.member_RB is None:
-        out, tail, state, sites = _RUN_OWN[donate](
-            cache.tail, pool, model, params, microbatch, vectors_PD, output_kind, cache.state
-        )
-        return out, cache.replace(tail=tail, state=state), sites
-    out, shared = _RUN_SHARED[donate](
-        pool[0], cache.tail, model, params, microbatch, vectors_PD, output_kind
-    )
-    return out, cache.replace(frozen=(shared,)), {}
+    out, tail, state, sites = _RUN(cache.tail, cache.frozen, model, params, microbatch, cache.state)
+    return out, cache.replace(tail=tail, state=state), sites
 
 
 def compile_microbatch(
     model: Model, params: Params, cache: KVCache, microbatch: Microbatch
 ) -> jax.ShapeDtypeStruct:
-    """Compile what `run_microbatch` runs in place, without running it; return its output's shape.
+    """Compile what `run_microbatch` runs, without running it; return its output's shape.
 
-    cache: arrays or their shapes. No entries are shared.
+    cache: arrays or their shapes.
     """
-    lowered = _RUN_OWN[True].lower(
-        cache.tail, cache.frozen, model, params, microbatch, None, "logits", cache.state
-    )
+    lowered = _RUN.lower(cache.tail, cache.frozen, model, params, microbatch, cache.state)
     lowered.compile()
     out = lowered.out_info[0]
     return jax.ShapeDtypeStruct(out.shape, out.dtype)
 
 
-def run_own_slots(
+def _run(
     tail: Segment,
     pool: tuple[Segment, ...],
     model: Model,
     params: Params,
     microbatch: Microbatch,
-    vectors_PD: jax.Array | None,
-    output_kind: OutputKind,
     state: tuple[Any, ...],
 ) -> tuple[jax.Array, Segment, tuple[Any, ...], Sites]:
     row_R = microbatch.row_R
     out, delta, waits, sites = run_tokens(
-        model, params, (*pool, tail), take_rows(state, row_R), microbatch, vectors_PD, output_kind
+        model, params, (*pool, tail), take_rows(state, row_R), microbatch
     )
     after = commit_state(delta.state, delta.position_BS, waits)
     new = cast_delta(delta, tail)
     tail = write_slots(tail, new, microbatch.slot_RT, row_R, wait_for=waits)
     return out, tail, put_rows(state, row_R, after), sites
-
-
-def _run_shared_slots(
-    pool: Segment,
-    tail: Segment,
-    model: Model,
-    params: Params,
-    microbatch: Microbatch,
-    vectors_PD: jax.Array | None,
-    output_kind: OutputKind,
-) -> tuple[jax.Array, Segment]:
-    given = (microbatch, vectors_PD, output_kind)
-    out, delta, *_ = run_tokens(model, params, (pool, tail), (), *given)
-    assert microbatch.member_RB is not None
-    slot_P = microbatch.slot_RT.reshape(-1)
-    new = cast_delta(delta, pool)
-    position_RTB = jnp.where(
-        microbatch.member_RB[:, None, :], microbatch.position_RT[:, :, None], jnp.int32(EMPTY)
-    )
-    position_BP = position_RTB.reshape(slot_P.shape[0], -1).T
-    one_row = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), new.replace(position_BS=None))
-    written = write_slots(pool.replace(position_BS=None), one_row, slot_P[None])
-    rows = pool.position_BS.shape[0]
-    slot_BP = jnp.broadcast_to(slot_P, (rows, slot_P.shape[0]))
-    return out, written.replace(position_BS=write_slots(pool.position_BS, position_BP, slot_BP))
 
 
 def run_tokens(
@@ -313,10 +262,8 @@ def run_tokens(
     segments: tuple[Segment, ...],
     state: tuple[Any, ...],
     microbatch: Microbatch,
-    vectors_PD: jax.Array | None,
-    output_kind: OutputKind,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, ...], Sites]:
-    """Return the output, the delta, what the cache's writes wait for, and sites.
+    """Return the logits, the delta, what the cache's writes wait for, and sites.
 
     state: of these rows.
     """
@@ -324,7 +271,6 @@ def run_tokens(
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
         params = choose_adapters(params, microbatch.adapter_R)
-    vectors = None if vectors_PD is None else vectors_PD.reshape(*token_RT.shape, -1)
     trace, delta, _ = steps.run_model(
         model,
         params,
@@ -332,8 +278,7 @@ def run_tokens(
         token_RT,
         microbatch.position_RT,
         length_B=microbatch.length_R,
-        column_B=microbatch.column_R if output_kind == "logits" else None,
-        embeddings_BTD=vectors,
+        column_B=microbatch.column_R,
         state=state,
         row_B=rows,
         edits=take_rows(microbatch.edits, rows),
@@ -343,18 +288,7 @@ def run_tokens(
         name: x if name == "logits" else select_columns(x, microbatch.column_R)
         for name, x in trace.read_sites(microbatch.read).items()
     }
-    if vectors_PD is not None:  # a vector has no id
-        delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
-    if output_kind == "hidden":
-        return trace.hidden_states[-1].astype(jnp.float32), delta, trace.read_outputs, sites
     return trace.logits, delta, trace.read_outputs, sites
 
 
-def _compile_step(step: Any, donated: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the jitted step without and with donation of the segment that it writes."""
-    static = partial(Program, static_argnums=(2, 6))
-    return static(step), static(step, donate_argnums=donated)
-
-
-_RUN_OWN = _compile_step(run_own_slots, (0, 7))
-_RUN_SHARED = _compile_step(_run_shared_slots, (0,))
+_RUN = Program(_run, static_argnums=2, donate_argnums=(0, 5))

@@ -170,7 +170,6 @@ def _run_columns(
         slot_RT=None,
         length_R=length_R,
         column_R=None,
-        member_RB=None,
         adapter_R=inputs.adapter_R,
         edits=inputs.edits,
     )
@@ -178,7 +177,7 @@ def _run_columns(
     def run_all(places: Microbatch) -> Any:
         assert isinstance(tails.target, Segment)
         past = ((*inputs.frozen, tails.target), tails.states[0])
-        return run_tokens(plan.model, inputs.params, *past, places, None, "logits")[:3]
+        return run_tokens(plan.model, inputs.params, *past, places)[:3]
 
     def widen(x: jax.Array, axis: int = 1) -> jax.Array:
         return jnp.pad(x, [(0, plan.width if i == axis else 0) for i in range(x.ndim)])

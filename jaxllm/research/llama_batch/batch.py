@@ -3,7 +3,7 @@
 Each token has a position, one or more sequences, and an output flag. An invalid batch is detected
 before anything runs and reported as a `Status`, not as an exception; the state is then unchanged.
 
-`plan.py` validates and plans on the host; `generation/loops/microbatch.py` runs the microbatches.
+`plan.py` validates and plans on the host; `run.py` runs the microbatches.
 """
 
 import dataclasses
@@ -14,17 +14,13 @@ import jax
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
-from jaxllm.cache.sequences import Positions, read_positions, with_positions
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.generation.loops.microbatch import (
-    TokenRun,
-    pack_microbatch,
-    run_microbatch,
-    split_microbatches,
-)
+from jaxllm.generation.loops.microbatch import TokenRun, pack_microbatch, split_microbatches
 from jaxllm.models.inputs import as_vectors
 from jaxllm.ops.pooling import l2_normalize, pool
 from jaxllm.research.llama_batch.plan import TokenBatch, plan_batch
+from jaxllm.research.llama_batch.run import find_members, run_microbatch
+from jaxllm.research.llama_batch.sequences import Positions, read_positions, with_positions
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.model import Model
@@ -120,12 +116,14 @@ def decode(
     copied: set[bool] = set()  # segments copied by this call (shared or not) may be donated
     for runs in (group for stage in stages for group in split_microbatches(stage, n_ubatch)):
         places, at = pack_microbatch(runs, state.batch)
-        shared = places.member_RB is not None
-        out, state, _ = run_microbatch(
+        member_RB = find_members(runs, at, (places.token_RT.shape[0], state.batch))
+        shared = member_RB is not None
+        out, state = run_microbatch(
             model,
             params,
             state,
             places,
+            member_RB,
             vectors_PD=_scatter_vectors(vectors_ND, runs, at, places.token_RT.shape),
             output_kind="logits" if output == "logits" else "hidden",
             donate=donate or shared in copied,

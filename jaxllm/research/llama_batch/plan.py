@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.cache.sequences import Positions
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, TokenError
 from jaxllm.generation.loops.microbatch import TokenRun
 from jaxllm.models.inputs import as_array
+from jaxllm.research.llama_batch.sequences import Positions
 from jaxllm.runtime.validation import check_int_array, check_token_ids, is_integer
 
 
