@@ -49,7 +49,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _request(item, mine)
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for data in _wait_for_reports(item) or [_silent(item)]:
+    for data in _wait_for_reports(item):
         hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # Tear down the fixtures of the previous test that the next one does not need.
@@ -58,14 +58,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    for child in _started:
-        child.process.communicate()  # it ends where its input does
+    if _started:
+        _end()
 
 
 def _request(item: pytest.Item, nodeids: list[str]) -> None:
     """Let the child process run the tests of a module."""
-    if not _started or _started[0].process.poll() is not None:
-        _started[:] = [_start(item.config.rootpath)]
+    while _started and _next_report() is not None:  # the rest of the module before
+        pass
+    if _started and _started[0].process.poll() is not None:
+        _end()
+    if not _started:
+        _started.append(_start(item.config.rootpath))
     stdin = _started[0].process.stdin
     assert stdin is not None
     maxfail = item.config.getoption("maxfail") or 0
@@ -74,10 +78,10 @@ def _request(item: pytest.Item, nodeids: list[str]) -> None:
 
 
 def _wait_for_reports(item: pytest.Item) -> list[dict[str, Any]]:
-    """Return the reports of a test, once it has ended: none if its process ended before."""
+    """Return the reports of a test, once it or its process has ended."""
     found = _found[item.path]
     while not any(report["when"] == "teardown" for report in found.get(item.nodeid, [])):
-        report = json.loads(_started[0].reports.readline() or "null")
+        report = _next_report()
         if report is None:
             output = _started[0].output
             output.seek(0)
@@ -86,9 +90,18 @@ def _wait_for_reports(item: pytest.Item) -> list[dict[str, Any]]:
             )
             output.seek(0)
             output.truncate()  # the module's other tests say only that they did not run
-            break
+            return [*found.get(item.nodeid, []), _silent(item)]
         found.setdefault(report["nodeid"], []).append(report)
-    return found.get(item.nodeid, [])
+    return found[item.nodeid]
+
+
+def _next_report() -> dict[str, Any] | None:
+    """Return the next report; None after the last of a module, and if the process has ended."""
+    line = _started[0].reports.readline()
+    if not line:
+        _started[0].process.wait()
+    report: dict[str, Any] | None = json.loads(line or "null")
+    return report
 
 
 def _start(root: Path) -> _Child:
@@ -107,6 +120,13 @@ def _start(root: Path) -> _Child:
     )
     os.close(write)  # so that reading ends where the process does
     return _Child(process, os.fdopen(read), output)
+
+
+def _end() -> None:
+    child = _started.pop()
+    child.process.communicate()  # it ends where its input does
+    child.reports.close()
+    child.output.close()
 
 
 def _run_requests() -> None:
