@@ -46,7 +46,7 @@ TRAIN = "train"
 def further_commands() -> dict[str, "EntryPoint"]:
     """Return the commands of other packages: modules like ours, by entry point.
 
-    DISTRIBUTED says whether all processes of `--distributed` run the command together.
+    Each has a constant DISTRIBUTED: whether several processes can run it together.
     """
     from importlib.metadata import entry_points  # takes longer than a command's own imports
 

@@ -1,9 +1,9 @@
 """One pass of the model for the rows that decode and a part of a prompt, which reads the weights
 once.
 
-Its tokens stand one after another, each as a row of its own; attention alone cuts them into the
-microbatches that they came from. Bits that depend on a row alone (`has_invariant_rows`) are those
-of two passes.
+The model sees each token as a row of its own. Only attention needs to know which text a token
+belongs to, so it gets the microbatches back. Where bits depend on a row alone
+(`has_invariant_rows`), they are those of two passes.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """llama.cpp-style token batches, and its operations on sequences.
 
-batch: decode a batch. plan: its validation. run: the compiled programs. sequences: a cache whose
+batch: decodes a batch. plan: checks it. run: the compiled programs. sequences: a cache in which
 sequences share entries.
 """
