@@ -46,7 +46,7 @@ TRAIN = "train"
 def further_commands() -> dict[str, "EntryPoint"]:
     """Return the commands of other packages: modules like ours, by entry point.
 
-    Each has a constant DISTRIBUTED: whether several processes can run it together.
+    With DISTRIBUTED = True in it, several processes can run it together.
     """
     from importlib.metadata import entry_points  # takes longer than a command's own imports
 
@@ -104,7 +104,8 @@ def _apply_global_options(
         return
     name = context.invoked_subcommand
     group = (name, context.obj or (), address, processes, process)
-    runs_together = name in further_commands() and import_command(name).DISTRIBUTED
+    module = import_command(name) if name in further_commands() else None
+    runs_together = getattr(module, "DISTRIBUTED", False)
     if (status := distributed.enter_group(*group, runs_together=runs_together)) is not None:
         raise typer.Exit(status)
 
