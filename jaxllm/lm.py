@@ -274,6 +274,7 @@ class LM:
         *,
         rows: int = 8,
         capacity: int | None = None,
+        slots: int | None = None,
         prefix_cache: PrefixCache | None = None,
         shared_prefixes: Sequence[Prompt] = (),
         draft: "LM | PromptLookup | None" = None,
@@ -297,6 +298,9 @@ class LM:
                 `prepare_request`.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
+            slots: cache slots of all rows together, by default `rows * capacity`. With fewer, a
+                request waits until its prompt has room; if texts grow beyond all slots, the latest
+                request pauses and runs again later. It does not change any result.
             prefix_cache: holds prompts, so that later requests that begin like them run only the
                 rest (`Completion.cached_tokens`). It does not change any result. Pass the same one
                 to later calls to keep it.
@@ -315,7 +319,7 @@ class LM:
 
         capacity = self.config.default_cache_size if capacity is None else capacity
         return answer_requests(
-            self, requests, self._read_request, rows=rows, capacity=capacity,
+            self, requests, self._read_request, rows=rows, capacity=capacity, slots=slots,
             prefix_cache=prefix_cache, draft=draft, draft_tokens=draft_tokens,
             shared_prefixes=[self.encode(text) for text in shared_prefixes],
         )  # fmt: skip

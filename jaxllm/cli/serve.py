@@ -48,6 +48,8 @@ class ServedModelOptions(LoadingOptions):
     Attributes:
         rows: Requests that run at once.
         capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
+        slots: Tokens of all rows together. Requests wait for room, and the latest one pauses if
+            texts outgrow it [default: rows * capacity, or what half the memory holds].
         max_waiting: Requests that may wait; more get status 429.
         max_waiting_tokens: Prompt tokens of the requests that wait; more get status 429.
         prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
@@ -66,6 +68,7 @@ class ServedModelOptions(LoadingOptions):
 
     rows: Annotated[int, Meta(ge=1)] = 8
     capacity: Annotated[int | None, Meta(ge=1)] = None
+    slots: Annotated[int | None, Meta(ge=1)] = None
     max_waiting: Annotated[int, Meta(ge=0)] = 64
     max_waiting_tokens: Annotated[int, Meta(ge=1)] = 262_144
     prefix_cache: Annotated[str, typer.Option(metavar="BYTES")] = "256MiB"
@@ -90,6 +93,7 @@ class ServedModelOptions(LoadingOptions):
             vectors=read_names("--steer", self.steer or []),
             load_draft=partial(load_draft, loading, self.draft) if self.draft else None,
             draft_tokens=self.draft_tokens,
+            slots=self.slots or 0,
         )  # fmt: skip
         load = partial(load_served, loading, model, self.chat_template, self.pooling)
         return ModelClient(load, settings, log=lambda line: log(f"jaxllm: {line}"))

@@ -94,8 +94,9 @@ def attend(
     Args:
         cap: Soft cap on scores, `cap * tanh(score / cap)` (Gemma 2, section 2).
         mass: Also return attention mass, at the cost of a second pass over the keys.
-        row_B: int32, which row of all parts but the last (the new tokens) each row reads; default:
-            its own. The native kernel copies nothing for it.
+        row_B: int32 `[B]` or `[B, P]`, which rows of all parts but the last (the new tokens) each
+            row reads, one after another; default: its own. One that does not exist is empty. Parts
+            whose keys all rows share have positions in the first. The native kernel copies nothing.
         packed: Whether in each row the used slots of each part are its first ones, and each new
             token's position follows those of all tokens before it. cuDNN needs that.
         sink_N: Attention sinks: a score of each query head, neither scaled nor capped, that takes
@@ -120,11 +121,21 @@ def take_rows(parts: Sequence[Part], row_B: jax.Array | None) -> tuple[Part, ...
     """Return the parts with these rows of all but the last; rows shared by all stay."""
     if row_B is None:
         return tuple(parts)
+    row_BP = row_B[:, None] if row_B.ndim == 1 else row_B
 
-    def take(x: jax.Array) -> jax.Array:
-        return x if x.shape[0] == 1 else jnp.take(x, row_B, axis=0, mode="clip")
+    def take(part: Part) -> Part:
+        rows = row_BP if part.k_BSKH.shape[0] > 1 else row_BP[:, :1]
 
-    return (*(jax.tree.map(take, part) for part in parts[:-1]), parts[-1])
+        def gather(x: jax.Array, **mode: Any) -> jax.Array:
+            if x.shape[0] == 1:
+                return x
+            taken = jnp.take(x, rows, axis=0, **mode)
+            return taken.reshape(len(rows), rows.shape[1] * x.shape[1], *x.shape[2:])
+
+        k, v = jax.tree.map(partial(gather, mode="clip"), (part.k_BSKH, part.v_BSKH))
+        return Part(k, v, gather(part.position_BS, mode="fill", fill_value=-1))
+
+    return (*map(take, parts[:-1]), parts[-1])
 
 
 def _fold(

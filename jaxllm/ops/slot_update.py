@@ -26,13 +26,20 @@ def write_slots(
 
     Args:
         slot_RT: int32; `NO_SLOT` for entries that are not written.
-        row_R: Row of each entry; default: the rows in order, and shared arrays are copied per row.
+        row_R: Row of each entry, or `[R, P]` the rows that have its slots, one after another;
+            default: the rows in order, and shared arrays are copied per row.
         wait_for: As for `write_at_cursor`.
     """
     rows = slot_RT.shape[0]
     if row_R is None:
         old = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), old)
         row_R = jnp.arange(rows, dtype=jnp.int32)
+    elif row_R.ndim == 2:
+        size, slot_RT = jax.tree.leaves(old)[0].shape[1], jnp.asarray(slot_RT)
+        place: Any = {"axis": 1, "mode": "fill", "fill_value": NO_SLOT}
+        row_R = jnp.take_along_axis(jnp.asarray(row_R), slot_RT // size, **place).reshape(-1)
+        slot_RT = (slot_RT % size).reshape(-1, 1)
+        new = jax.tree.map(lambda x: x.reshape(row_R.size, 1, *x.shape[2:]), new)
     return _write(_write_entries, (jnp.asarray(row_R), jnp.asarray(slot_RT)), old, new, wait_for)
 
 

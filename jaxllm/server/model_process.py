@@ -71,12 +71,12 @@ _ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template wri
 class ModelSettings:
     """How the model runs.
 
-    rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
-    max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
-    prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
-    values the requests of all API keys read in place. warms_up: compile ahead, once it is ready.
-    vectors: files of steering vectors by name. load_draft, draft_tokens: as the draft of
-    `LM.serve`; a picklable function loads it.
+    rows, capacity, slots: as in `LM.serve`; capacity 0 is the context, at most 4,096, and slots 0
+    what the memory holds (`fit_slots`). max_waiting, max_waiting_tokens: as in `BackgroundServer`.
+    threads: XLA's and the kernels', 0 for all cores. prefix_bytes: of the prefix cache.
+    public_prefixes: system messages or texts whose keys and values the requests of all API keys
+    read in place. warms_up: compile ahead, once it is ready. vectors: files of steering vectors by
+    name. load_draft, draft_tokens: as the draft of `LM.serve`; a picklable function loads it.
     """
 
     rows: int = 8
@@ -90,6 +90,7 @@ class ModelSettings:
     vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     load_draft: Callable[[], "LM | PromptLookup"] | None = None
     draft_tokens: int = 4
+    slots: int = 0
 
 
 def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: ModelSettings) -> None:
@@ -126,6 +127,7 @@ class ModelProcess:
     def __init__(self, lm: "LM", settings: ModelSettings, frames: FrameSocket) -> None:
         from jaxllm.cache.prefix_cache import PrefixCache
         from jaxllm.generation.background import BackgroundServer
+        from jaxllm.generation.batching.pages import fit_slots
         from jaxllm.models.invariance import has_invariant_rows, make_invariant
         from jaxllm.server.steering import read_vectors
 
@@ -143,6 +145,7 @@ class ModelProcess:
         self._options: dict[str, Any] = {
             "rows": self.rows,
             "capacity": self.capacity,
+            "slots": settings.slots or fit_slots(lm.model, self.rows, self.capacity),
             "prefix_cache": self._prefix_cache,
             "shared_prefixes": _encode_prefixes(lm, settings.public_prefixes),
         }

@@ -251,3 +251,14 @@ def test_bits_follow_from_positions_alone(isa: str, dtype: Any) -> None:
     found = run(slice(650, 651), [(*others, rows), *some], np.array([2, 0, 9], np.int32))
     assert found[0].tobytes() == whole[650:651].tobytes()
     assert found[1].tobytes() != found[0].tobytes()
+    page_RP = np.array([[3, 9, 0, 7, 1, 4, 8, 99], [8, 99, 99, 99, 99, 99, 99, 99]], np.int32)
+    pages = [np.zeros((10, 100, *x.shape[2:]), x.dtype) for x in (k, v)]
+    at_PS = np.full((10, 100), -1, np.int32)
+    for i, page in enumerate(page_RP[0, :7]):  # the text's first 650 tokens
+        size = min(100, 650 - 100 * i)
+        for to, x in ((pages[0], k), (pages[1], v), (at_PS, position)):
+            to[page, :size] = x[0, 100 * i : 100 * i + size]
+    some = [tuple(jnp.repeat(x, 2, 0) for x in last)]
+    found = run(slice(650, 651), [(*pages, at_PS), *some], page_RP)
+    assert found[0].tobytes() == whole[650:651].tobytes()
+    assert found[1].tobytes() == run(slice(650, 651), [cut(600, 650)[0], last])[0].tobytes()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache
+from jaxllm.generation.batching.pages import PageTable, free_pages
 from jaxllm.generation.batching.prefix_store import Prefix, read_prefix
 from jaxllm.generation.batching.requests import MAX_TOP_LOGPROBS, Event, Request, StepStats
 from jaxllm.generation.loops.draft import NO_DRAFT, NO_DRAFTS, Draft, DraftStats
@@ -53,8 +54,11 @@ class ActiveRequest:
     """A request that occupies a row.
 
     Attributes:
+        number: In the order of arrival.
         kind: Of its sampler (`fit_sampler`).
         prefix: Tokens that had run before.
+        num_chunked: The text's first tokens that run in chunks: the prompt's, and after a pause
+            others too.
         num_run: Tokens that have run.
         edits, read, read_steps: Checked, for one row.
         num_drafted: Tokens that have run in the draft model, and belong to the text.
@@ -62,9 +66,11 @@ class ActiveRequest:
     """
 
     request: Request
+    number: int
     prompt_T: np.ndarray
     kind: Hashable
     prefix: Prefix
+    num_chunked: int
     num_run: int = 0
     edits: Edits = NO_EDITS
     read: tuple[str, ...] = ()
@@ -80,30 +86,41 @@ class ActiveRequest:
 
     @property
     def text_T(self) -> np.ndarray:
-        """The prompt and the new tokens that have run: all but the last."""
+        """The prompt and the new tokens but the last."""
         return np.concatenate([self.prompt_T, np.array(self.tokens[:-1], np.int32)])
+
+    @property
+    def text_size(self) -> int:
+        """Number of tokens of `text_T`."""
+        return self.prompt_T.size + max(self.num_generated - 1, 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only its newest token has not run."""
+        return self.num_generated > 0 and self.num_run == self.text_size
 
     @property
     def can_burst(self) -> bool:
         """Whether its next steps may run in one call: it has no prompt left and reads nothing."""
         steps, step = self.read_steps, self.num_generated - 1
         done_reading = not self.read or (steps is not None and max(steps, default=-1) < step)
-        return self.num_generated > 0 and done_reading
+        return self.decodes and done_reading
 
     def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
-        """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
+        """Return the next tokens to run: up to `room` of those in chunks, or one.
 
-        multiple: of the prompt's first tokens that have run, unless all of them have.
+        multiple: of the chunked tokens that have run, unless all of them have.
         """
-        stop = min(self.num_run + room, self.prompt_T.size)
-        if stop < self.prompt_T.size:
+        stop, size = min(self.num_run + room, self.num_chunked), self.prompt_T.size
+        if stop < self.num_chunked:
             stop -= stop % multiple
-        if self.num_run < self.prompt_T.size:
-            token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
+        if self.num_run < self.num_chunked:
+            text_T = self.prompt_T if self.num_chunked == size else self.text_T
+            token_T, length = text_T[self.num_run : stop], self.num_chunked
         else:
-            token_T, length = np.array([self.tokens[-1]]), self.num_run + 1
+            token_T, length = np.array([self.tokens[self.num_run - size]]), self.num_run + 1
         position_T = np.arange(self.num_run, self.num_run + token_T.size)
-        output_T = position_T == length - 1
+        output_T = position_T == self.text_size - (not self.num_generated)
         at, adapter = position_T, self.request.adapter
         step, chosen = self.num_generated - 1, self.read_steps
         read = self.read if (step >= 0 if chosen is None else step in chosen) else ()
@@ -149,7 +166,12 @@ class ActiveRequest:
 class ServeState(NamedTuple):
     """State of the serving loop.
 
-    kinds: those of the rows' samplers, in order. edits: stacked along a row axis.
+    Attributes:
+        kinds: Those of the rows' samplers, in order.
+        active: The requests that run, by row.
+        edits: Stacked along a row axis.
+        pages: The slots of rows, if these share them.
+        paused: Requests whose rows have no slots.
     """
 
     cache: KVCache
@@ -158,6 +180,22 @@ class ServeState(NamedTuple):
     active: dict[int, ActiveRequest]
     edits: Edits = NO_EDITS
     draft: Draft = NO_DRAFT
+    pages: PageTable | None = None
+    paused: Mapping[int, ActiveRequest] = MappingProxyType({})
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a row can hold."""
+        return self.rows.context.token_BL.shape[1] - 1
+
+    @property
+    def free_rows(self) -> set[int]:
+        """Rows without a request."""
+        return set(range(self.cache.batch)) - {*self.active, *self.paused}
+
+    def list_pages(self, places: Mapping[int, int], size: int) -> np.ndarray | None:
+        """Return the `page_RP` of a program with `size` rows. places: of each row."""
+        return None if self.pages is None else self.pages.list_pages(places, size)
 
     def kind_mask(self, places: dict[int, int], size: int) -> np.ndarray:
         """Return which rows use which kind of sampler, bool `[K, size]`. places: of each row."""
@@ -224,7 +262,10 @@ def add_sampler(state: ServeState, kind: Hashable, sampler: RowSampler) -> Serve
 def fill_request(
     state: ServeState, row: int, active: ActiveRequest, sampler: RowSampler
 ) -> ServeState:
-    """Return the state in which a free row has this request and an empty cache."""
+    """Return the state in which a free row has this request and an empty cache.
+
+    Its pages are reserved, and empty.
+    """
     eos_E, rows = pad_eos_ids(active.request.eos_token_ids), state.rows
     missing = eos_E.size - rows.eos_BE.shape[1]
     if missing > 0:  # one that compiles programs again
@@ -237,6 +278,7 @@ def fill_request(
         (state.cache.state, state.draft.state),
         rows.replace(samplers=()),
         rows.samplers[at],
+        np.int32(row if state.pages is None else state.pages.total),
         np.int32(row),
         one_row(rows, active.prompt_T, active.request.max_new_tokens, active.request.seed, eos_E),
         sampler,
@@ -245,14 +287,57 @@ def fill_request(
     tail = state.cache.tail.replace(position_BS=position_BS)
     cache = state.cache.replace(tail=tail, state=states[0])
     held = {**state.active, row: active}
-    edited = {r: other.edits for r, other in held.items() if other.edits.edits}
+    edited = {r: one.edits for r, one in {**held, **state.paused}.items() if one.edits.edits}
     return state._replace(
-        cache=read_prefix(cache, row, active.prefix),
+        cache=read_prefix(cache, state.pages, row, active.prefix),
         rows=rows.replace(samplers=samplers),
         draft=state.draft.with_written(state.draft.tail, states[1]),
         active=held,
         edits=stack_rows(edited, cache.batch),
     )
+
+
+def free_row(state: ServeState, row: int) -> ServeState:
+    """Return the state without a row's request."""
+    active, paused = dict(state.active), dict(state.paused)
+    active.pop(row, None)
+    paused.pop(row, None)
+    return _free_slots(state._replace(active=active, paused=paused), row)
+
+
+def _free_slots(state: ServeState, row: int) -> ServeState:
+    if state.pages is None:
+        return state
+    pages, cache = free_pages(state.pages, state.cache, row)
+    return state._replace(pages=pages, cache=cache)
+
+
+def pause_request(state: ServeState, row: int, chunked: bool) -> ServeState:
+    """Return the state in which a row's text has lost its slots: it runs again later.
+
+    chunked: whether tokens after the prompt have the same bits in chunks.
+    """
+    active = dict(state.active)
+    one = active.pop(row)
+    size = one.text_size if chunked else one.prompt_T.size
+    paused = {**state.paused, row: dataclasses.replace(one, num_run=0, num_chunked=size)}
+    return _free_slots(state._replace(active=active, paused=paused), row)
+
+
+def resume_request(state: ServeState, row: int, pages: PageTable) -> ServeState:
+    """Return the state in which a paused row's text runs again, in pages reserved for it."""
+    paused = dict(state.paused)
+    one = paused.pop(row)
+    one = dataclasses.replace(one, num_run=one.prefix.num_run)
+    active = sorted([*state.active.items(), (row, one)], key=lambda item: item[1].number)
+    cache = state.cache.replace(state=_clear_state(state.cache.state, np.int32(row)))
+    cache = read_prefix(cache, pages, row, one.prefix)
+    return state._replace(cache=cache, pages=pages, active=dict(active), paused=paused)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _clear_state(state: Any, row: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x.at[row].set(0), state)
 
 
 def one_row(
@@ -271,16 +356,17 @@ def fill_row(
     states: Any,
     rows: RowState,
     stacked: RowSampler,
+    slot_row: jax.Array,
     row: jax.Array,
     filled: RowState,
     sampler: RowSampler,
 ) -> tuple[jax.Array, Any, RowState, RowSampler]:
-    """Clear a row of the caches and give it a new text and sampler."""
+    """Clear a row of the caches and give it a new text and sampler. slot_row: Of the positions."""
     states = jax.tree.map(lambda x: x.at[row].set(0), states)
     rows, stacked = jax.tree.map(
         lambda old, new: old.at[row].set(new), (rows, stacked), (filled, sampler)
     )
-    return position_BS.at[row].set(EMPTY), states, rows, stacked
+    return position_BS.at[slot_row].set(EMPTY, mode="drop"), states, rows, stacked
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
@@ -315,7 +401,7 @@ def round_arguments(
     plan = LoopPlan(model, burst, draft.source, draft.width, top=top_width(model))
     inputs = LoopInputs(
         params, draft.params, state.cache.frozen, state.edits, state.kind_mask(places, R), row_R,
-        row_adapters(adapters, R), wants_top=state.wants_top,
+        row_adapters(adapters, R), state.list_pages(places, R), wants_top=state.wants_top,
     )  # fmt: skip
     tails = Tails(state.cache.tail, draft.tail, (state.cache.state, draft.state))
     counts = (np.int32(rounds), np.int32(len(active)))

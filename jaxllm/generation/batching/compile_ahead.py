@@ -85,14 +85,14 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     if not state.kinds:  # no usual request is possible
         return
     _compile_fill(state)
-    if chunk_size is not None and chunk_size <= state.cache.capacity:
+    if chunk_size is not None and chunk_size <= state.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
         cut.compile()
         write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
     yield
     chunk = loop.multiple if loop.multiple > 1 else loop.chunk
     usual = (256, 1, 64, 512, 128, 1024, 2048) if is_accelerator() else (32, 1, 64, 16, 128, 8, 256)
-    widths = [n for n in usual if n <= min(chunk, state.cache.capacity)]
+    widths = [n for n in usual if n <= min(chunk, state.capacity)]
     counts, drawn = [n for n in (1, 4, 16, 64, 256) if n <= rows], []
     for count in counts:
         for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
@@ -132,7 +132,7 @@ def _compile_fill(state: ServeState) -> None:
     for stacked in state.rows.samplers:
         sampler = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
         states = (state.cache.state, state.draft.state)
-        places = (state.cache.tail.position_BS, states, bare, stacked, np.int32(0))
+        places = (state.cache.tail.position_BS, states, bare, stacked, np.int32(0), np.int32(0))
         fill_row.lower(*places, filled, sampler).compile()
 
 
@@ -140,7 +140,7 @@ def _fill_state(loop: Loop, count: int, adapter: int | None) -> ServeState:
     """Return the state of a loop with requests that have run a token in the first rows."""
     request = Request(id=0, prompt=[0], max_new_tokens=1, adapter=adapter, eos_token_ids=(0,))
     prompt_T, kind = np.zeros(1, np.int32), loop.state.kinds[0]
-    active = ActiveRequest(request, prompt_T, kind, _NOTHING_RAN, num_run=1, tokens=[0])
+    active = ActiveRequest(request, 0, prompt_T, kind, _NOTHING_RAN, 1, num_run=1, tokens=[0])
     return loop.state._replace(active=dict.fromkeys(range(count), active))
 
 
@@ -155,7 +155,7 @@ def _compile_step(
     state = _fill_state(loop, count, adapter)
     runs = _make_runs(count, width, adapter)
     places, at = pack_microbatch(runs, state.cache.batch, invariant_rows=loop.invariant_rows)
-    places = places.replace(edits=state.edits)
+    places = places.replace(edits=state.edits, page_RP=state.list_pages({}, len(places.token_RT)))
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
     yield
     _compile_draw(loop, state, places, at, out)
@@ -184,7 +184,11 @@ def _compile_joined(loop: Loop, count: int, width: int) -> None:
     cache = loop.state.cache
     groups = [_make_runs(n, size, None) for n, size in ((1, width), (count, 1))]
     packed = pack_joined(groups, cache.batch)
-    compile_joined(loop.model, loop.params, cache, [places for places, _ in packed])
+    parts = [
+        places.replace(page_RP=loop.state.list_pages({}, len(places.token_RT)))
+        for places, _ in packed
+    ]
+    compile_joined(loop.model, loop.params, cache, parts)
 
 
 def _compile_draw(

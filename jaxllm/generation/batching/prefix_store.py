@@ -17,6 +17,7 @@ from jaxllm.cache.kv import EMPTY, KVCache, Segment, init_cache
 from jaxllm.cache.prefix_cache import Chunk, PrefixCache, cut_chunk, write_chunk
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
+from jaxllm.generation.batching.pages import PageTable, find_slot
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.loops.microbatch import TokenRun
 from jaxllm.models.site_inputs import fingerprint
@@ -96,6 +97,7 @@ class PrefixStore(NamedTuple):
     def add(
         self,
         tail: Segment,
+        pages: PageTable | None,
         row: int,
         prefix: Prefix,
         ran: range,
@@ -109,21 +111,25 @@ class PrefixStore(NamedTuple):
             return
         size, stop = self.cache.chunk, prefix.first + len(prefix.keys)
         for i in range(ran.start // size, min(ran.stop // size, stop)):
-            cut = partial(cut_chunk, tail, np.int32(row), np.int32(i * size), size)
+            cut = partial(cut_chunk, tail, *find_slot(pages, row, i * size), size)
             state = states.get((i + 1) * size, ())
             self.cache.add(prefix.keys, i - prefix.first, cut, state)
 
-    def add_answer(self, tail: Segment, row: int, active: Any) -> None:
+    def add_answer(self, tail: Segment, pages: PageTable | None, row: int, active: Any) -> None:
         """Add the chunks of a text that has run in a row, beyond those of its prompt.
 
         Only where a token's keys and values have the bits that they would have in a prompt.
         """
         text_T, num_prompt = active.text_T, active.prompt_T.size
-        angles = (_angle_length(self.config, length) for length in (num_prompt, text_T.size))
-        if self.cache is not None and self.multiple == 1 and len(set(angles)) == 1:
+        alike = self.has_same_angles(num_prompt, text_T.size)
+        if self.cache is not None and self.multiple == 1 and alike:
             keys = self.cache.chunk_keys(active.prefix.root, text_T)[active.prefix.first :]
             ran = range(num_prompt, text_T.size)
-            self.add(tail, row, active.prefix._replace(keys=keys), ran)
+            self.add(tail, pages, row, active.prefix._replace(keys=keys), ran)
+
+    def has_same_angles(self, *lengths: int) -> bool:
+        """Whether texts of these lengths have the same rotary angles at equal positions."""
+        return len({_angle_length(self.config, length) for length in lengths}) == 1
 
     def _find_shared(self, request: Request, prompt_T: np.ndarray, edits: Edits) -> tuple[int, int]:
         """Return the shared text that has the most of a prompt's first tokens, and how many."""
@@ -134,8 +140,7 @@ class PrefixStore(NamedTuple):
             size = min(text_T.size, prompt_T.size - 1)
             differs = np.flatnonzero(text_T[:size] != prompt_T[:size])
             count = int(differs[0]) if differs.size else size
-            lengths = text_T.size, prompt_T.size
-            alike = len({_angle_length(self.config, length) for length in lengths}) == 1
+            alike = self.has_same_angles(text_T.size, prompt_T.size)
             if alike and count > most:
                 best, most = i, count
         return best, most - most % self.multiple
@@ -171,7 +176,7 @@ def open_store(
         alone = prefill(
             model, usual, alone, text_T[None], chunk=max(multiple, default_chunk())
         ).cache
-        position_BS = np.full((cache.batch, text_T.size), EMPTY, np.int32)
+        position_BS = np.full((len(cache.tail.position_BS), text_T.size), EMPTY, np.int32)
         frozen.append(alone.tail.replace(position_BS=jax.device_put(position_BS)))
     program = -1
     if prefix_cache is not None:
@@ -181,13 +186,13 @@ def open_store(
     return store, cache.replace(frozen=tuple(frozen))
 
 
-def read_prefix(cache: KVCache, row: int, prefix: Prefix) -> KVCache:
+def read_prefix(cache: KVCache, pages: PageTable | None, row: int, prefix: Prefix) -> KVCache:
     """Return the cache in which a cleared row reads what has run: shared tokens, and entries."""
     frozen = [
         segment.replace(
             position_BS=_show_tokens(
                 segment.position_BS,
-                np.int32(row),
+                find_slot(pages, row, 0)[0],
                 np.int32(prefix.num_shared if i == prefix.shared else 0),
             )
         )
@@ -196,7 +201,7 @@ def read_prefix(cache: KVCache, row: int, prefix: Prefix) -> KVCache:
     tail = cache.tail
     for i, entry in enumerate(prefix.entries, prefix.first):
         segment, slot = entry.segment, i * entry.segment.position_BS.shape[1]
-        tail = write_chunk(tail, segment, np.int32(row), np.int32(slot))
+        tail = write_chunk(tail, segment, *find_slot(pages, row, slot))
     state = cache.state
     if state and prefix.entries:
         state = _put_state(state, np.int32(row), prefix.entries[-1].state)

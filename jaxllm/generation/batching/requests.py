@@ -76,7 +76,8 @@ class StepStats:
             rows, also where a draft lets one pass of the model yield several.
         decode_tokens: Rows that ran a generated token in this step.
         prompt_tokens: Prompt tokens that ran in this step.
-        busy_rows: Occupied rows.
+        busy_rows: Rows with a request that runs.
+        paused_rows: Rows whose text waits for cache slots.
         rows: Total rows.
         generated_tokens: Tokens generated since the loop started.
         elapsed_seconds: Time since the loop started.
@@ -91,6 +92,7 @@ class StepStats:
     generated_tokens: int
     elapsed_seconds: float
     draft_stats: DraftStats = NO_DRAFTS
+    paused_rows: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.cache.kv import MAX_SLOTS, KVCache, init_cache
+from jaxllm.cache.kv import MAX_SLOTS, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import CapacityError, ConfigError, SamplingError, as_request_error
 from jaxllm.generation.batching.active import (
@@ -25,11 +25,15 @@ from jaxllm.generation.batching.active import (
     draw_rows,
     empty_rows,
     fill_request,
+    free_row,
+    pause_request,
     read_sampled,
+    resume_request,
     round_arguments,
     top_width,
 )
 from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
+from jaxllm.generation.batching.pages import open_cache
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
 from jaxllm.generation.batching.prompt_pace import PromptPace
 from jaxllm.generation.batching.requests import (
@@ -92,6 +96,7 @@ def serve(
     *,
     rows: int = 8,
     capacity: int = 1024,
+    slots: int | None = None,
     chunk: int | None = None,
     burst: int = 16,
     prefix_cache: PrefixCache | None = None,
@@ -112,6 +117,10 @@ def serve(
             case it may block.
         rows: Number of requests that run at once.
         capacity: Cache slots per row.
+        slots: Cache slots of all rows together; by default `rows * capacity`. With fewer, rows take
+            pages of 256 as their texts grow. A request waits until there is room for its prompt. If
+            the slots run out, the latest request pauses: its text runs again later, with the same
+            result.
         chunk: Prompt tokens to run per step, over all rows, at most; by default
             `steps.default_chunk()`. While rows decode, a step runs as many as take as long as these
             rows' tokens.
@@ -130,9 +139,11 @@ def serve(
         draft_tokens: Maximum number of tokens to propose per row and pass.
 
     Raises:
-        CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
+        CapacityError: If a size is not a positive integer, `slots` is less than `capacity`, or the
+            cache exceeds the memory.
         ConfigError: If a prefix cache is given for a model with Infini-attention, shared prefixes
-            for one with recurrent layers, or a draft for one without invariant rows.
+            for one with recurrent layers, a draft for one without invariant rows, or too few slots
+            for all rows of a sharded one.
         SamplingError: For something else as a draft.
     """
     check_model(model, params)
@@ -143,25 +154,29 @@ def serve(
     capacity = check_int("capacity", capacity, 1, MAX_SLOTS, CapacityError)
     if not isinstance(requests, Iterable):
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
-    cache = init_cache(model, rows, capacity)
+    size = prefix_cache.chunk if isinstance(prefix_cache, PrefixCache) else 1
+    pages, cache = open_cache(model, rows, capacity, slots, size)
     if not shared_prefixes:  # a token's slot is its position; shared ones have none in the row
         model = promise_packed(model, cache)
     invariant_rows = has_invariant_rows(model, params)
     store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, invariant_rows)
     chunk = max(chunk, store.multiple)
-    drafting = _open_draft(draft, draft_tokens, model, params, cache)
-    state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting)
+    drafting = _open_draft(draft, draft_tokens, model, params, rows, capacity)
+    state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting, pages=pages)
     source, more, pace = iter(requests), True, DraftPace()
+    held_back, number = None, 0
     joins = invariant_rows and store.multiple == 1
     prompts = PromptPace(chunk, store.multiple, *([LEAST_ROOM] if joins else []))
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
-    while more or state.active:
-        while more and len(state.active) < rows:
+    while more or state.active or state.paused:
+        state = _resume_requests(state)
+        while more and state.free_rows and not state.paused:
             try:
-                request = next(source)
+                request = next(source) if held_back is None else held_back
             except StopIteration:
                 more = False
                 break
+            held_back = None
             if request is None:
                 break
             if isinstance(request, LoopQuery):
@@ -181,14 +196,19 @@ def serve(
                 yield Event(request.id, None, None, Finish.CANCELLED, None, step)
                 continue
             try:
-                state = _admit_request(model, state, request, capacity, store)
+                admitted = _admit_request(model, state, request, number, capacity, store)
             except Exception as error:
                 yield Event(request.id, None, None, None, as_request_error(error), step)
-        for row, active in list(state.active.items()):
+                continue
+            if admitted is None:
+                held_back = request
+                break
+            state, number = admitted, number + 1
+        for row, active in [*state.active.items(), *state.paused.items()]:
             if _is_cancelled(active.request):
-                others = {r: other for r, other in state.active.items() if r != row}
-                state = state._replace(active=others)
+                state = free_row(state, row)
                 yield active.make_event(Finish.CANCELLED, step)
+        state = _reserve_slots(state, burst, store, invariant_rows)
         if not state.active:
             continue
         began, drafts = pace.clock(), pace.drafts and bool(drafting.width)
@@ -196,7 +216,7 @@ def serve(
         held = state.draft
         state = state._replace(draft=NO_DRAFT if decodes and not drafts else held)
         state, rounds = _plan_rounds(state, burst, chunk)
-        decoding = sum(one.num_generated > 0 for one in state.active.values())
+        decoding = sum(one.decodes for one in state.active.values())
         room = prompts.room(decoding, len(state.active) - decoding)
         if joins and decoding and room <= MAX_BATCHED_RUN:
             room = fit_part(room, min(bucket_rows(decoding), rows))
@@ -220,35 +240,44 @@ def serve(
                 runs = [one.next_run(row, 1) for row, one in state.active.items() if row in drawn]
             if not runs:  # a row's `until` ended its text within the pass
                 continue
-            decoded = sum(state.active[run.rows[0]].num_generated > 0 for run in runs)
+            decoded = sum(state.active[run.rows[0]].decodes for run in runs)
             samples = [drawn[run.rows[0]] for run in runs if run.rows[0] in drawn]
             step = StepStats(
                 index=step.index + 1,
                 decode_tokens=decoded,
                 prompt_tokens=sum(run.index_T.size for run in runs) - decoded,
                 busy_rows=len(state.active),
+                paused_rows=len(state.paused),
                 rows=rows,
                 generated_tokens=step.generated_tokens
                 + sum(one.finish != Finish.NON_FINITE for one in samples),
                 elapsed_seconds=time.perf_counter() - start,
                 draft_stats=step.draft_stats.plus(*(one.draft_stats for one in samples)),
             )
-            left, events = dict(state.active), []
+            left, events, ended = dict(state.active), [], []
             for run in runs:
                 row, one = run.rows[0], drawn.get(run.rows[0])
                 left[row], finish = left[row].follow(run.index_T.size, one)
                 if one is not None:
                     events.append(left[row].make_event(finish, step, one))
                 if finish is not None:
-                    store.add_answer(state.cache.tail, row, left.pop(row))
+                    store.add_answer(state.cache.tail, state.pages, row, left[row])
+                    ended.append(row)
             state = state._replace(active=left)
+            for row in ended:
+                state = free_row(state, row)
             yield from events
 
 
 def _open_draft(
-    source: DraftSource | None, width: int, model: Model, params: Params, cache: KVCache
+    source: DraftSource | None,
+    width: int,
+    model: Model,
+    params: Params,
+    rows: int,
+    capacity: int,
 ) -> Draft:
-    """Return the draft of a loop with this empty cache.
+    """Return the draft of a loop with so many rows of so many slots.
 
     Raises:
         SamplingError: For no tokens to propose.
@@ -257,7 +286,7 @@ def _open_draft(
     if source is None:
         return NO_DRAFT
     check_draft(source)
-    config, slots = model.config, min(cache.capacity, model.config.position_limit)
+    config, slots = model.config, min(capacity, model.config.position_limit)
     width = check_int("draft_tokens", width, 1, config.position_limit)
     if not has_invariant_rows(model, params):
         raise ConfigError(
@@ -276,7 +305,7 @@ def _open_draft(
         return Draft(source, width)
     draft_model, draft_params = source
     check_states((config, draft_model.config), width)
-    draft_cache = init_cache(draft_model, cache.batch, cache.capacity)
+    draft_cache = init_cache(draft_model, rows, capacity)
     if draft_model.is_sharded:
         raise ConfigError("a draft model of serve cannot be sharded")
     if (limit := draft_model.config.position_limit) < slots:
@@ -292,10 +321,24 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: Model, state: ServeState, request: Request, capacity: int, store: PrefixStore
-) -> ServeState:
-    """Put a request into the first free row, or raise the JaxllmError that rejects it."""
-    prompt_T = check_request(model, request, capacity)
+    model: Model,
+    state: ServeState,
+    request: Request,
+    number: int,
+    capacity: int,
+    store: PrefixStore,
+) -> ServeState | None:
+    """Put a request into the first free row, or raise the JaxllmError that rejects it.
+
+    Returns:
+        The state, or None if there are too few slots.
+    """
+    prompt_T, row = check_request(model, request, capacity), min(state.free_rows)
+    if state.pages is not None:
+        pages = state.pages.reserve(row, prompt_T.size + 1, spare=bool(state.active))
+        if pages is None:
+            return None
+        state = state._replace(pages=pages)
     edits = check_edits(model, request.edits, 1, 1, None)
     if any(isinstance(edit, Apply) for edit in edits.edits):
         raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
@@ -313,12 +356,43 @@ def _admit_request(
         steps = frozenset(given.ravel().tolist())
     kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, capacity + 1)
     state = add_sampler(state, kind, sampler)
-    row = min(set(range(state.cache.batch)) - set(state.active))
     prefix = store.find(request, prompt_T, edits)
     active = ActiveRequest(
-        request, prompt_T, kind, prefix, prefix.num_run, edits=edits, read=read, read_steps=steps
+        request, number, prompt_T, kind, prefix, prompt_T.size, prefix.num_run, edits, read, steps
     )
     return fill_request(state, row, active, sampler)
+
+
+def _resume_requests(state: ServeState) -> ServeState:
+    """Return the state in which paused requests run again, the earliest first, if there is room."""
+    for row, one in sorted(state.paused.items(), key=lambda item: item[1].number):
+        assert state.pages is not None
+        pages = state.pages.reserve(row, one.text_size + 1, spare=bool(state.active))
+        if pages is None:
+            break
+        state = resume_request(state, row, pages)
+    return state
+
+
+def _reserve_slots(
+    state: ServeState, burst: int, store: PrefixStore, invariant_rows: bool
+) -> ServeState:
+    """Return the state in which rows that decode have slots for their next tokens. If there are
+    too few, the latest requests pause.
+    """
+    tokens = burst * (state.draft.width + 1)
+    for row, one in sorted(state.active.items(), key=lambda item: item[1].number):
+        most = one.prompt_T.size + one.request.max_new_tokens - 1
+        while state.pages is not None and row in state.active and one.decodes:
+            pages = state.pages.reserve(row, min(one.num_run + tokens, most))
+            if pages is not None:
+                state = state._replace(pages=pages)
+                break
+            latest = max(state.active, key=lambda r: state.active[r].number)
+            other = state.active[latest]
+            alike = store.has_same_angles(other.prompt_T.size, other.text_size + 1)
+            state = pause_request(state, latest, chunked=invariant_rows and alike)
+    return state
 
 
 def _plan_rounds(state: ServeState, burst: int, chunk: int) -> tuple[ServeState, int]:
@@ -390,11 +464,17 @@ def _run_step(
     # Prompts first: the step ends when its draws do, so its time is that of all groups.
     groups = sorted(split, key=lambda group: -group[0].index_T.size)
     joined: list[jax.Array] = []
-    if invariant_rows and not state.edits.edits and can_join(groups):
+    joins = invariant_rows and not state.edits.edits and can_join(groups)
+    if joins:
         packed = pack_joined(groups, cache.batch)
-        joined, cache = run_joined(model, params, cache, [places for places, _ in packed])
     else:
         packed = [pack_microbatch(x, cache.batch, invariant_rows=invariant_rows) for x in groups]
+    for i, (group, (places, at)) in enumerate(zip(groups, packed, strict=True)):
+        rows_at = {run.rows[0]: r for run, r in zip(group, at, strict=True)}
+        page_RP = state.list_pages(rows_at, len(places.token_RT))
+        packed[i] = (places.replace(page_RP=page_RP), at)
+    if joins:
+        joined, cache = run_joined(model, params, cache, [places for places, _ in packed])
     for i, (group, (places, at)) in enumerate(zip(groups, packed, strict=True)):
         sites: Sites = {}
         if joined:
@@ -422,7 +502,8 @@ def _run_step(
     for run in runs:
         active = state.active[run.rows[0]]
         ran = range(active.num_run, active.num_run + run.index_T.size)
-        store.add(cache.tail, run.rows[0], active.prefix, ran, states[run.rows[0]])
+        row = run.rows[0]
+        store.add(cache.tail, state.pages, row, active.prefix, ran, states[row])
     return state._replace(cache=cache, rows=rows), [samples]
 
 
@@ -434,7 +515,7 @@ def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> 
     runs = []
     for row, one in active.items():
         run = one.next_run(row, chunk, multiple)
-        if not one.num_generated:
+        if not one.decodes:
             chunk -= run.index_T.size
         runs.append(run)
     return [run for run in runs if run.index_T.size]

@@ -107,7 +107,8 @@ def _run(
         head = models.head_params(model, params)
         logits = models.compute_logits(model, head, jnp.concatenate(normed))
     for places, new in zip(microbatches, line.cut(cast_delta(delta, tail)), strict=True):
-        tail = write_slots(tail, new, places.slot_RT, places.row_R, wait_for=trace.read_outputs)
+        rows = places.segment_rows
+        tail = write_slots(tail, new, places.slot_RT, rows, wait_for=trace.read_outputs)
     return jnp.split(logits, [normed[0].shape[0]]), tail
 
 
@@ -136,7 +137,7 @@ class _Line(NamedTuple):
         """Compute attention of each microbatch over its own rows (`layers.AttendFunction`)."""
         *past, new = parts
         heads = [
-            ops.attend(q, at, [*past, new], row_B=places.row_R, **options)[0]
+            ops.attend(q, at, [*past, new], row_B=places.segment_rows, **options)[0]
             for places, (q, at, new) in zip(self.microbatches, self.cut((q, at, new)), strict=True)
         ]
         return self.join(heads), new

@@ -71,6 +71,8 @@ class Microbatch(struct.PyTreeNode):
         column_R: The one column that needs an output; None for all columns.
         adapter_R: Adapter index of each row; None keeps the parameters' own choice.
         edits: Of all cache rows (`site_inputs.stack_rows`).
+        page_RP: The rows of the cache's segments that have each row's slots, one after another;
+            None: `row_R`.
         read: Names of the sites to read in the column of `column_R`. Static.
     """
 
@@ -82,7 +84,13 @@ class Microbatch(struct.PyTreeNode):
     column_R: Array | None
     adapter_R: Array | None = None
     edits: Edits = NO_EDITS
+    page_RP: Array | None = None
     read: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def segment_rows(self) -> Array | None:
+        """The rows of the cache's segments to read and write (`ops.attend`, `write_slots`)."""
+        return self.row_R if self.page_RP is None else self.page_RP
 
 
 def split_microbatches(
@@ -252,7 +260,7 @@ def _run(
     )
     after = commit_state(delta.state, delta.position_BS, waits)
     new = cast_delta(delta, tail)
-    tail = write_slots(tail, new, microbatch.slot_RT, row_R, wait_for=waits)
+    tail = write_slots(tail, new, microbatch.slot_RT, microbatch.segment_rows, wait_for=waits)
     return out, tail, put_rows(state, row_R, after), sites
 
 
@@ -267,7 +275,6 @@ def run_tokens(
 
     state: of these rows.
     """
-    rows = microbatch.row_R
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
         params = choose_adapters(params, microbatch.adapter_R)
@@ -280,8 +287,8 @@ def run_tokens(
         length_B=microbatch.length_R,
         column_B=microbatch.column_R,
         state=state,
-        row_B=rows,
-        edits=take_rows(microbatch.edits, rows),
+        row_B=microbatch.segment_rows,
+        edits=take_rows(microbatch.edits, microbatch.row_R),
         read=sites_to_record(microbatch.read),
     )
     sites = {

@@ -73,6 +73,7 @@ class LoopInputs(struct.PyTreeNode):
             with one sampler.
         row_R: Cache rows, one beyond the last for padding; None for all rows in order.
         adapter_R: Adapter index of each row.
+        page_RP: As in `Microbatch`.
         forced_RK: Tokens to take for a draft's.
         wants_top: Whether to find the likeliest tokens, bool; None: always.
     """
@@ -84,6 +85,7 @@ class LoopInputs(struct.PyTreeNode):
     uses_KR: Any = None
     row_R: Any = None
     adapter_R: Any = None
+    page_RP: Any = None
     forced_RK: Any = None
     wants_top: Any = None
 
@@ -144,9 +146,8 @@ def run_round(
         ran_RT = jnp.where(drawn.valid_B.T, position_RT, EMPTY)
         slot_RT = jnp.where(ran_RT >= 0, ran_RT, NO_SLOT)
         state = commit_state(delta.state, ran_RT, waits)
-        target = write_slots(
-            target, cast_delta(delta, target), slot_RT, inputs.row_R, wait_for=waits
-        )
+        at_R = inputs.row_R if inputs.page_RP is None else inputs.page_RP
+        target = write_slots(target, cast_delta(delta, target), slot_RT, at_R, wait_for=waits)
     if draft_state:  # the next round runs the last two tokens
         drafted_RT = began_R[:, None] - 2 + at_T
         known_RT = drafted_RT < rows.context.length_B[:, None] - 2
@@ -172,6 +173,7 @@ def _run_columns(
         column_R=None,
         adapter_R=inputs.adapter_R,
         edits=inputs.edits,
+        page_RP=inputs.page_RP,
     )
 
     def run_all(places: Microbatch) -> Any:

@@ -390,8 +390,8 @@ def attend(
     Args:
         q_BTNH: float32, or bfloat16; with a bfloat16 cache, the latter uses BF16 products.
         arrays: For each part k, v and positions, and then the two scales if k is int8.
-        row_B: int32, which row of the first `cached` parts each row of queries reads; default: its
-            own.
+        row_B: int32 `[B]` or `[B, P]`, which rows of the first `cached` parts each row of queries
+            reads; default: its own.
         cap: Soft cap on scores, by a tanh within two units in the last place.
         sink_N: As for `ops.attend`.
     """
@@ -404,7 +404,8 @@ def attend(
         "window": limit,
         "cap": np.float32(cap or 0),
     }
-    rows = np.zeros(0, np.int32) if row_B is None or not cached else row_B
+    none = np.zeros((0, 1), np.int32)
+    rows = none if row_B is None or not cached else row_B.reshape(len(row_B), -1)
     sinks = np.zeros(0, np.float32) if sink_N is None else sink_N.astype(jnp.float32)
     y: jax.Array = call(q_BTNH, position_BT, rows, sinks, *arrays, **attributes)
     return y

@@ -78,7 +78,7 @@ Kind find_lane_data(const QueryRows& rows, const CachePart* parts, const Visible
     for (int64_t j = 2 * visible.pair[p]; j < 2 * visible.pair[p] + 2; j++) {
       const Block::Slot& slot = visible.slot(j);
       const CachePart& part = parts[slot.part];
-      const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : part.row_of(rows.b);
+      const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : slot.row;
       lane_data[j] = {part.kind, Keys ? part.k : part.v, ((row * part.slots + slot.slot) * s.K + rows.head) * s.H};
       if (!p && j % 2 == 0) kind = part.kind;
       same_kind = same_kind && part.kind == kind;
@@ -130,7 +130,7 @@ bool lane_scales(const QueryRows& rows, const CachePart* parts, const VisibleLan
       const CachePart& part = parts[slot.part];
       const float* scales = Keys ? part.k_scale : part.v_scale;
       if (!scales) continue;
-      const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : part.row_of(rows.b);
+      const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : slot.row;
       scale[j] = factor * scales[(row * part.slots + slot.slot) * rows.s.K + rows.head];
       any = true;
     }

@@ -55,7 +55,7 @@ const uint16_t* lane_numbers(const QueryRows& rows, const CachePart* parts, cons
   if (!mask[j]) return nullptr;
   const Block::Slot& slot = visible.block->lane[j];
   const CachePart& part = parts[slot.part];
-  const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : part.row_of(rows.b);
+  const int64_t row = (Keys ? part.shared_k : part.shared_v) ? 0 : slot.row;
   return static_cast<const uint16_t*>(Keys ? part.k : part.v) +
          ((row * part.slots + slot.slot) * rows.s.K + rows.head) * rows.s.H;
 }

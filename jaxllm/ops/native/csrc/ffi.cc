@@ -448,8 +448,8 @@ Error attend(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer position, AnyBuffer ro
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
       !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) || !is(position, Type::S32, {size[0], size[1]}))
     return invalid_argument("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
-  if (!is(row, Type::S32, {cached ? size[0] : 0}))
-    return invalid_argument("each row of queries has a row of the cached parts");
+  if (!is(row, Type::S32, {cached ? size[0] : 0, kAny}))
+    return invalid_argument("each row of queries has rows of the cached parts");
   const bool sinks = sink.element_count() > 0;
   if (!is(sink, Type::F32, {sinks ? size[2] : 0})) return invalid_argument("sinks are float32, one of each head");
   Queries queries = {
@@ -457,7 +457,7 @@ Error attend(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer position, AnyBuffer ro
   if (sinks) queries.sink = data_as<float>(sink);
   const auto buffers = get_buffers(args, 0, args.size());
   if (!buffers.has_value()) return buffers.error();
-  const auto parsed = parse_cache(buffers.value(), size_t(cached), data_as<int32_t>(row), queries);
+  const auto parsed = parse_cache(buffers.value(), size_t(cached), data_as<int32_t>(row), row.dimensions()[1], queries);
   if (!parsed.has_value()) return parsed.error();
   const std::vector<CachePart>& parts = parsed.value();
   if (!out->element_count()) return Error::Success();

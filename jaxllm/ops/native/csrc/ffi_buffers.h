@@ -224,7 +224,7 @@ inline ffi::ErrorOr<Weight> parse_weight(const std::vector<AnyBuffer>& buffers, 
 // The parts of a cache: k, v and positions of each, and two scales if k is int8. Sets K of the queries. Of the first
 // `cached` parts, each row of queries reads the row given in `row` [B].
 inline ffi::ErrorOr<std::vector<CachePart>> parse_cache(const std::vector<AnyBuffer>& buffers, size_t cached,
-                                                        const int32_t* row, Queries& queries) {
+                                                        const int32_t* row, int64_t rows_each, Queries& queries) {
   const int64_t B = queries.B, H = queries.H;
   std::vector<CachePart> parts;
   for (size_t i = 0; i < buffers.size();) {
@@ -242,6 +242,7 @@ inline ffi::ErrorOr<std::vector<CachePart>> parse_cache(const std::vector<AnyBuf
         valid = true;
       }
     part.row = parts.size() < cached ? row : nullptr;
+    part.rows_each = rows_each;
     part.rows = std::max({k_rows, v_rows, at_rows});
     for (int64_t rows : {k_rows, v_rows, at_rows})
       valid = valid && (rows == 1 || rows == (part.row ? part.rows : B)) && (part.rows || !part.row);

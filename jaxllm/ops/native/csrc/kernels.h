@@ -85,17 +85,13 @@ struct CachePart {
   Kind kind;                                 // kF32, kBF16, kF16, kInt8
   bool shared_k, shared_v, shared_position;  // a row shared by all
   int64_t slots;
-  // The row (of `rows`) that each row of queries reads; null: its own.
+  // The rows (of `rows`) that each row of queries reads, [B, rows_each], one after another; null: its own. A row that
+  // does not exist is empty.
   const int32_t* row;
-  int64_t rows;
+  int64_t rows, rows_each;
   const void *k, *v;
   const float *k_scale, *v_scale;  // int8: [B or 1, S, K]
   const int32_t* position;
-
-  int64_t row_of(int64_t b) const {
-    if (!row) return b;
-    return row[b] < 0 ? 0 : (row[b] < rows ? row[b] : rows - 1);
-  }
 };
 
 // Queries [B, T, N, H], in float32 or bfloat16, and their positions. window < 0: none. cap: soft cap on scores;
@@ -126,7 +122,7 @@ constexpr int64_t kStrip = 16, kBlock = 64, kSpan = 512;
 // The slots of the keys at kBlock positions from `base` on, a multiple of kBlock. part: -1 for no key.
 struct Block {
   struct Slot {
-    int32_t part, slot;
+    int32_t part, row, slot;
   };
   int64_t base;
   Slot lane[kBlock];
