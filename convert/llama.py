@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.convert.decoders import ATTENTION_BIAS, MLP_BIAS, SLIDING_WINDOW, make_table
 from jaxllm.errors import ConfigError
 from jaxllm.models.llama import LlamaConfig
@@ -13,7 +13,7 @@ from jaxllm.runtime.schema import as_schema
 def _read_attention(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     if (attention := data.get("attention")) is not None:
         where = "config.json: attention"
-        fields["attention"] = as_schema(attention, LongAttention, where, ConfigError)
+        fields["attention"] = as_schema(attention, AttentionKind, where, ConfigError)
 
 
 def _refuse_attention(config: LlamaConfig, data: dict[str, Any]) -> dict[str, Any]:

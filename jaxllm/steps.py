@@ -156,7 +156,7 @@ def _forward_tree(
 ) -> Output:
     """Run new nodes of a tree; see `forward`."""
     config = model.config
-    is_long = any(map(config.long_attention, range(config.num_hidden_layers)))
+    is_long = any(map(config.attention_kind, range(config.num_hidden_layers)))
     if model.is_sharded or is_long:
         raise ConfigError(
             "trees need a model on one device, without long-context attention. Run the branches as"

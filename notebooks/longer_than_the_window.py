@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxllm
-from jaxllm.config.long_attention import LongAttention
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.research.needle.grid import POLICIES, recall
 from jaxllm.research.needle.haystack import make_probe
 from jaxllm.research.needle.prefill import prefill_texts

@@ -9,11 +9,11 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import ROPE_FIELDS, HiddenAct, ScoreHead
 from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
 from jaxllm.ops import ACTIVATIONS
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.paths import flatten
 from tests.tiny_models import random_model, tokens
 

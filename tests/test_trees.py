@@ -14,11 +14,11 @@ import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.cache.kv import count_bytes
 from jaxllm.cache.tree import ancestors, init_tree
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.inside import Add
 from jaxllm.models import FAMILIES, compiled_steps
 from jaxllm.ops import native
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter, with_one

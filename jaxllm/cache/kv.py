@@ -96,7 +96,7 @@ class KVCache(struct.PyTreeNode):
             Python raises CapacityError.
         next_position_B: int32 `[B]`, the position of each row's next token.
         state: Each layer's state besides keys and values, a pytree of `[B, ...]` of constant
-            size (`ModelConfig.state_shape`): of a recurrent layer, or Infini-attention's memory;
+            size (`ModelConfig.state_shape`): of a recurrent layer, or a memory of segments;
             empty for most models. `fork` copies it, `select` and `merge_rows` gather it, cache
             files contain it, `compact` leaves it unchanged. It sums over tokens, so they cannot be
             removed, except by `rewind` within limits: `patch`, `keep`, `drop_range` and culling are

@@ -43,8 +43,8 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
 
     The result equals a cache to which the later tokens were never committed; their slots can be
     written again. Keys and values are shared with `cache`. A recurrent layer's state is rewound to
-    any position since the last multiple of 64, exactly, and to 0. Infini-attention's is rewound
-    within the current segment, exactly to its start and otherwise up to the rounding of the cache's
+    any position since the last multiple of 64, exactly, and to 0. A memory of segments is rewound
+    within the current one, exactly to its start and otherwise up to the rounding of the cache's
     dtype. A `mark` takes any state back, exactly.
 
     Args:
@@ -349,7 +349,7 @@ def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
     assign moved tokens to other segments.
     """
     config = cache.config
-    for kind in set(map(config.long_attention, range(config.num_hidden_layers))):
+    for kind in set(map(config.attention_kind, range(config.num_hidden_layers))):
         period = None if kind is None else kind.period
         if kind is None or (period and _is_concrete(by) and not (np.asarray(by) % period).any()):
             continue

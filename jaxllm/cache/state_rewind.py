@@ -1,12 +1,9 @@
 """Rewinding the state of layers, at most to the start of the current chunk or segment.
 
-A recurrent layer's rows since the last boundary are dropped, which is exact. Infini-attention's
-additions of finished segments cannot be removed. The current segment's are stored separately and
-recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
-cache's precision.
+A recurrent layer's rows since the last boundary are dropped, which is exact. A kind of attention
+with segments rewinds within the current one.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +12,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import KVCache, check_no_state, check_usable
-from jaxllm.config.model import Rope
 from jaxllm.errors import CacheMismatchError
-from jaxllm.ops.compressive import Memory, Update, discard_segment, write
-from jaxllm.ops.kv_quant import concat_slots, dequantize
 from jaxllm.ops.recurrent import RecurrentState, drop
-from jaxllm.ops.rope import inverse_frequencies, rerotate
 from jaxllm.runtime.multihost import to_host
 
 
@@ -85,16 +78,14 @@ def rewind_state(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
     _check_rewind(cache, to_host(next_B), begin_B)
     if (to_host(next_B) == to_host(cache.next_position_B)).all():
         return cache.state
-    length = cache.config.segment_length
-    if length is None:
-        return tuple(None if state is None else drop(state, next_B) for state in cache.state)
     layers = []
-    for layer, memory in enumerate(cache.state):
-        kind, rope = cache.config.long_attention(layer), cache.config.layer_rope(layer)
-        assert kind is not None
+    for layer, state in enumerate(cache.state):
+        kind, rope = cache.config.attention_kind(layer), cache.config.layer_rope(layer)
+        if kind is None:
+            layers.append(None if state is None else drop(state, next_B))
+            continue
         entries = [(s.k[layer], s.v[layer], s.position_BS) for s in cache.segments]
-        form = (length, kind.update or "linear", rope)
-        layers.append(_recompute_segment(memory, entries, next_B, cache.next_position_B, *form))
+        layers.append(kind.rewind(state, entries, next_B, cache.next_position_B, rope))
     return tuple(layers)
 
 
@@ -106,9 +97,9 @@ def rewind_limit(cache: KVCache) -> np.ndarray:
     """
     if not cache.state:
         return np.zeros(cache.batch, np.int32)
-    length, state = cache.config.segment_length, next(x for x in cache.state if x is not None)
-    if length is not None:
-        return np.asarray(to_host(state.segment_B) * length)
+    kind, state = cache.config.attention_kind(0), next(x for x in cache.state if x is not None)
+    if kind is not None:
+        return np.asarray(to_host(kind.segment_start(state)))
     if not isinstance(state, RecurrentState):
         check_no_state(cache, "rewind")
     return to_host(state.start_B)
@@ -135,42 +126,3 @@ def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> No
                 f" from which its memory must be recomputed. Go back to {begin}, or continue from a"
                 " cache that was forked or saved before"
             )
-
-
-@partial(jax.jit, static_argnums=(4, 5, 6))
-def _recompute_segment(
-    memory: Memory,
-    entries: list[Any],
-    next_B: jax.Array,
-    now_B: jax.Array,
-    length: int,
-    update: Update,
-    rope: Rope | None,
-) -> Memory:
-    """Recompute a layer's memory with the current segment up to `next_B`; no-op for other rows."""
-    rows = next_B.shape[0]
-    k_BSKH, v_BSKH, position_BS = (
-        concat_slots([dequantize(x) for x in each], rows) for each in zip(*entries, strict=True)
-    )
-    begin_B1 = (memory.segment_B * length)[:, None]
-    stays_BS = (position_BS >= begin_B1) & (position_BS < next_B[:, None])
-    if rope is not None:
-        k_BSKH = _unrotate_keys(k_BSKH, position_BS % length, rope)
-    summed = write(discard_segment(memory), k_BSKH, v_BSKH, stays_BS, update)
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        undone_B = (next_B < now_B).reshape((rows,) + (1,) * (new.ndim - 1))
-        return jnp.where(undone_B, new, old)
-
-    chosen: Memory = jax.tree.map(choose, summed, memory)
-    return chosen
-
-
-def _unrotate_keys(k_BSKH: jax.Array, position_BS: jax.Array, rope: Rope) -> jax.Array:
-    """Undo the rotation of keys by their places in the segment; float32."""
-    head_dim = k_BSKH.shape[-1]
-    width, magnitude = rope.rotary_dim(head_dim), inverse_frequencies(rope, head_dim=head_dim)[1]
-    k_BSKH = rerotate(k_BSKH, -position_BS, rope, head_dim=head_dim)
-    if magnitude == 1.0:
-        return k_BSKH
-    return jnp.concatenate([k_BSKH[..., :width] / magnitude, k_BSKH[..., width:]], axis=-1)

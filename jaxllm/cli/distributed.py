@@ -23,9 +23,7 @@ SINGLE_PROCESS = {
     "train rl": "samples and trains on one device: leave out --distributed",
     "serve": "runs its model in one process: start several, or Ray Serve with replicas=N",
     "export": "writes programs for one device: leave out --distributed",
-    **dict.fromkeys(
-        ("convert", "quantize", "merge", "upcycle", "infini", "lens", "steer"), _RUN_ONCE
-    ),
+    **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "lens", "steer"), _RUN_ONCE),
     **dict.fromkeys(("info", "doctor"), "runs no model: leave out --distributed"),
 }
 

@@ -70,7 +70,7 @@ def full(
     keep_zeros: bool = False,
     pipeline: str | None = None,
     microbatches: Annotated[int, typer.Option(min=1)] = 4,
-    gate_lr: float | None = None,
+    lr_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=LR")] = None,
     *,
     experts: ExpertOptions,
     options: TrainOptions,
@@ -86,7 +86,8 @@ def full(
         pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
             microbatches as there are stages).
         microbatches: Microbatches per device batch, with --pipeline.
-        gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
+        lr_pattern: Learning rate of the parameters whose path matches REGEX, without decay;
+            repeatable.
     """
     with spinner("starting"):
         from jaxllm.train import jobs
@@ -94,7 +95,8 @@ def full(
         from jaxllm.train.objective import ScheduledLoss
         from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
-        checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
+        rates = parse_patterns("--lr-pattern", lr_pattern, float)
+        checked = check_run(model, target, options, 1e-4, rates=rates)
         experts.check(checked.checkpoint.config)
         rules = tuple((regex, True) for regex in only) if only else ALL_PARAMS
         check_rules(checked.checkpoint, rules)

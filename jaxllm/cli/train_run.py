@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -137,7 +137,7 @@ def check_run(
     options: Options,
     lr: float,
     result: str | None = "config.json",
-    gate_lr: float | None = None,
+    rates: Mapping[str, float] | None = None,
     num_iterations: int = 1,
 ) -> RunSetup:
     """Check all that can be checked before weights are read and data are encoded.
@@ -145,7 +145,7 @@ def check_run(
     Args:
         lr: The default learning rate.
         result: The file in OUT that marks it complete; None if OUT is a file itself.
-        gate_lr: The learning rate of an Infini-attention model's gates.
+        rates: Learning rates of parameters by patterns, before those of the model's attention.
         num_iterations: Optimizer steps on the same answers.
 
     Raises:
@@ -154,7 +154,6 @@ def check_run(
     from jaxllm.convert.registry import open_checkpoint
     from jaxllm.files import regular_size
     from jaxllm.sharding.mesh_spec import parse_mesh
-    from jaxllm.train.infini import gate_rates
     from jaxllm.train.optimizer import Optimizer, import_optax
 
     import_optax()
@@ -188,10 +187,11 @@ def check_run(
             f"--length must be at most {context}, the context of {model}: got {options.length}."
             " Give a smaller one."
         )
-    rates = gate_rates(opened.config, gate_lr)
-    if optimizer.lr == 0 and not rates:
+    kind = opened.config.attention_kind(0)
+    all_rates = (*(rates or {}).items(), *(() if kind is None else kind.rates))
+    if optimizer.lr == 0 and not all_rates:
         raise ConfigError("--lr must be above 0: at 0 nothing is trained")
-    return RunSetup(opened, dataclasses.replace(optimizer, rates=rates), plan)
+    return RunSetup(opened, dataclasses.replace(optimizer, rates=all_rates), plan)
 
 
 def _check_target(target: Path, options: Options, result: str | None) -> None:

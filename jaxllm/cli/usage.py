@@ -25,7 +25,7 @@ _RENAMED = {
     "--accumulate": "--gradient-accumulation-steps",
     "--grad-accum": "--gradient-accumulation-steps", "--remat": "--gradient-checkpointing",
     "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--warmup-ratio": "--warmup",
-    "--max-length": "--length", "--gate-rate": "--gate-lr", "--target": "--target-modules",
+    "--max-length": "--length", "--target": "--target-modules",
     "--alpha": "--lora-alpha", "--dropout": "--lora-dropout", "--layers": "--layers-to-transform",
     "-m": "MODEL", "--model": "MODEL",
 }  # fmt: skip

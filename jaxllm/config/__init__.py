@@ -1,5 +1,5 @@
 """The configuration that all families share.
 
-model: `ModelConfig`, rotary settings and activations. long_attention: settings of attention that is
-not dense.
+model: `ModelConfig`, rotary settings and activations. attention_kind: kinds of attention that other
+packages bring.
 """

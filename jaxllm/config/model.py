@@ -11,10 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import Meta
 
-from jaxllm.config.long_attention import (
-    LongAttention,
-    TokenCount as TokenCount,  # with the other bounds
-)
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.schema import field_errors
 
@@ -27,6 +24,7 @@ HiddenAct = Literal[
 VocabSize = Annotated[int, Meta(ge=1, le=1 << 22)]
 HiddenSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 LayerCount = Annotated[int, Meta(ge=1, le=1 << 10)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 26)]
 HeadCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 # Keep 256 and 256.0 as the file has them: other readers distinguish them.
 Positive = (
@@ -333,9 +331,9 @@ class ModelConfig:
         """Return a layer's sliding window in tokens, query included; None for full attention."""
         return None
 
-    def long_attention(self, layer: int) -> LongAttention | None:
-        """Return the sparse or segmented attention of a layer; None for full or sliding-window
-        attention (`window`).
+    def attention_kind(self, layer: int) -> AttentionKind | None:
+        """Return a layer's kind of attention; None for full or sliding-window attention
+        (`window`).
         """
         return None
 
@@ -345,7 +343,7 @@ class ModelConfig:
 
         Such models read tokens in order, and rotate keys by their position within the segment.
         """
-        kinds = (self.long_attention(i) for i in range(self.num_hidden_layers))
+        kinds = (self.attention_kind(i) for i in range(self.num_hidden_layers))
         return next((kind.segment_length for kind in kinds if kind is not None), None)
 
     @property
@@ -362,7 +360,7 @@ class ModelConfig:
 
     def layer_signature(self, layer: int) -> tuple[Any, ...]:
         """Return a value that is equal for layers with the same computation."""
-        kind = self.long_attention(layer)
+        kind = self.attention_kind(layer)
         return (self.layer_template(layer), self.window(layer), self.layer_rope(layer), kind)
 
     def with_layers(self, indices: Sequence[int]) -> Self:

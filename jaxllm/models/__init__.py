@@ -4,7 +4,7 @@ Families have one row each in `FAMILIES`. family: the row type. decoder: the bas
 hybrid_attention: layers with full or sliding attention; moe: mixtures of experts; latent_attention:
 DeepSeek's. modules: shared Flax modules; layers: inputs and outputs of layers; run_blocks: one by
 one; sites: the named places that can be read and edited; interventions: edits; inputs,
-site_inputs: checks of a step's inputs; long/: long-context attention. A family's file also defines
+site_inputs: checks of a step's inputs. A family's file also defines
 its configuration with rotary settings and windows (`ModelConfig.layer_rope`, `.window`). Its
 checkpoint mapping is a table in `convert`. docs/add_a_family.md covers all of it.
 """

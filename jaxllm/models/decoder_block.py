@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.models.decoder_config import DecoderConfig
-from jaxllm.models.layers import AttentionContext, AttentionOutput, Layer, attend
-from jaxllm.models.long.infini import MemoryInputs
+from jaxllm.models.layers import AttentionContext, AttentionOutput, Layer, Unrotated, attend
 from jaxllm.models.modules import Linear, RMSNorm, get_param, project
 from jaxllm.models.sites import SiteRecorder
 from jaxllm.weights.precision import Precision
@@ -47,11 +46,11 @@ class Attention(nn.Module):
         q, k, v, gate = self._split_heads(self._project_in(x, *self._linears()))
         rope = c.layer_rope(self.layer)
         q, k, v = site("attn.q", q), site("attn.k", k), site("attn.v", v)
-        kind, memory_inputs = c.long_attention(self.layer), None
-        if kind is not None and kind.kind == "infini":
-            gate_N = get_param(self, "memory_gate", c.num_attention_heads)
-            memory = context.state[self.layer] if context.state else None
-            memory_inputs = MemoryInputs(q, k, v, gate_N, memory)
+        kind, unrotated = c.attention_kind(self.layer), None
+        if kind is not None:
+            held = {x: get_param(self, x, c.num_attention_heads) for x in kind.head_params}
+            state = context.state[self.layer] if context.state else None
+            unrotated = Unrotated(q, k, v, held, state)
         if rope is not None:
             angles = context.angles[c.ropes.index(rope)]
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
@@ -75,7 +74,7 @@ class Attention(nn.Module):
             cap=c.attention_cap,
             sink_N=sink_N,
             kind=kind,
-            memory_inputs=memory_inputs,
+            unrotated=unrotated,
             gate=gate,
             self_extend=rope if rope is not None and rope.is_self_extended else None,
             source=c.kv_source(self.layer),

@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from jaxllm.config.model import ModelConfig, Rope
-from jaxllm.ops import compressive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +60,8 @@ class DecoderConfig(ModelConfig):
         return self.sliding_window
 
     def state_shape(self, layer: int) -> Any:
-        kind = self.long_attention(layer)
-        if kind is None or kind.kind != "infini":
-            return None
-        update = kind.update or "linear"
-        return compressive.memory_shapes(self.num_key_value_heads, self.head_dim, update)
+        kind = self.attention_kind(layer)
+        return kind and kind.state_shape(self.num_key_value_heads, self.head_dim)
 
     @property
     def context_length(self) -> int:

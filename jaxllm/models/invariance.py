@@ -37,7 +37,7 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
         return False
     if config.hidden_act in ("gelu", "gelu_python"):  # XLA's erf depends on the number of rows
         return False
-    if any(config.long_attention(i) is not None for i in range(config.num_hidden_layers)):
+    if any(config.attention_kind(i) is not None for i in range(config.num_hidden_layers)):
         return False
     if config.has_state or config.links_layers:  # XLA's sums and exponentials
         return False

@@ -10,11 +10,9 @@ from flax import struct
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.cache.tree import Branches
-from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.errors import ConfigError
-from jaxllm.models.long import ATTENTION_KINDS
-from jaxllm.models.long.infini import MemoryInputs
 from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, SiteRecorder, split_name
 from jaxllm.ops.documents import attend_documents
 from jaxllm.ops.masked import (
@@ -115,6 +113,23 @@ class AttentionContext(NamedTuple):
     def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
         return x if self.hooks.gather_tokens is None else self.hooks.gather_tokens(x)
+
+
+class Unrotated(NamedTuple):
+    """What a kind of attention gets besides rotated queries and keys.
+
+    Attributes:
+        q, k, v: `[B, T, N, H]` and `[B, T, K, H]`, before rotation and before rounding to the
+            cache's dtype.
+        params: The kind's `head_params`, `[N]` each.
+        state: The layer's; None before a text.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    params: dict[str, jax.Array]
+    state: Any
 
 
 class AttentionOutput(NamedTuple):
@@ -222,8 +237,8 @@ def attend(
     window: int | None,
     cap: float | None = None,
     sink_N: jax.Array | None = None,
-    kind: LongAttention | None = None,
-    memory_inputs: MemoryInputs | None = None,
+    kind: AttentionKind | None = None,
+    unrotated: Unrotated | None = None,
     gate: jax.Array | None = None,
     self_extend: Rope | None = None,
     expand: Callable[[jax.Array], jax.Array] | None = None,
@@ -237,9 +252,9 @@ def attend(
         project_out: Output projection, `[B, T, N * H]` to `[B, T, D]`.
         cache_dtype: Dtype of keys and values if there is no cache.
         window: How many of the last positions a query attends to, its own included; None: all.
-        cap, sink_N: See `ops.attend`. A kind of long-context attention has no sinks.
-        kind: Long-context attention, a row of `long.ATTENTION_KINDS`; None: dense.
-        memory_inputs: Further inputs for a kind that has a memory.
+        cap, sink_N: See `ops.attend`. A `kind` has no sinks.
+        kind: The kind of attention; None: full or windowed.
+        unrotated: Further inputs of a kind.
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
         self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
         expand: Maps the heads' weighted sums to their values.
@@ -289,8 +304,8 @@ def attend(
         )
         new_k, new_v = stored.k_BSKH, new_v if expand else stored.v_BSKH
     elif kind is not None:
-        attend_long = ATTENTION_KINDS[kind.kind]
-        out, mass, state = attend_long(kind, context, site, q, parts, memory_inputs, **options)
+        assert unrotated is not None
+        out, mass, state = kind.attend(context, site, q, parts, unrotated, **options)
     elif self_extend is not None:
         if context.mask_BTS is not None or context.document_BT is not None:
             raise ConfigError(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.config.model import TokenCount
 from jaxllm.models.decoder import decoder_family
 from jaxllm.models.decoder_config import DecoderConfig
@@ -15,7 +15,7 @@ class LlamaConfig(DecoderConfig):
     """Llama-like models: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
     Attributes:
-        attention: long-context attention (`LongAttention`), which no published checkpoint has.
+        attention: A kind of attention of another package; no published checkpoint has one.
     """
 
     model_type: ClassVar[str] = "llama"
@@ -23,7 +23,7 @@ class LlamaConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: TokenCount | None = None
-    attention: LongAttention | None = None
+    attention: AttentionKind | None = None
 
     def _complaints(self) -> list[str]:
         complaints = super()._complaints()
@@ -58,7 +58,7 @@ class LlamaConfig(DecoderConfig):
         """Unlimited with a memory: only one segment is attended to at a time."""
         return super().context_length if self.segment_length is None else self.position_limit
 
-    def long_attention(self, layer: int) -> LongAttention | None:
+    def attention_kind(self, layer: int) -> AttentionKind | None:
         kind = self.attention
         return kind.with_layers([layer]) if kind is not None else None
 

@@ -1,9 +1,9 @@
 """Pure functions on arrays, independent of caches and parameters.
 
-attention: blockwise, over segments; self_extend: Self-Extend; masked: under an explicit mask;
-dilated/: LongNet's. kv_quant: keys and values as a cache stores them, int8 or not. rope, norms.
-pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens grouped by
-segment. recurrent: DeltaNet and convolutions. slot_update: the only code that writes slots.
+attention: blockwise, over segments; self_extend: Self-Extend; masked: under an explicit mask.
+kv_quant: keys and values as a cache stores them, int8 or not. rope, norms. pooling: sentence
+embeddings. buckets: tokens grouped by segment. recurrent: DeltaNet and convolutions. slot_update:
+the only code that writes slots.
 row_sums: sums and softmaxes of rows. varying_axes: varying axes of `shard_map`. token_logprobs:
 token log-probabilities. padding: bucket lengths. compile_cache: compiled programs on disk.
 products: sums of products, equally exact on every device; native/: C++ kernels.

@@ -1,9 +1,10 @@
 """What few people need, kept out of the way of the rest: nothing outside imports this package.
 
+long_attention: LongNet and Infini-attention, and the command `jaxllm infini`.
 needle: a fact in a long text, and the command `jaxllm recall`.
 plan: estimates of memory, communication and time on a mesh, and the command `jaxllm plan`.
 llama_batch: batches of tokens in the style of llama.cpp's `llama_decode`.
 
-A command joins the command line by an entry point of the group `jaxllm.commands`, as one of another
-package would.
+All join by entry points, as those of another package would: commands by `jaxllm.commands`, kinds of
+attention by `jaxllm.attention_kinds`.
 """

@@ -25,9 +25,12 @@ def as_schema(
 
     Nothing is coerced: a string is not a number, a bool not an integer. Unknown fields of a
     dataclass are an error. Raises `error` with `where`, the path of the wrong field, and its value.
+    A class that is none of these reads the value by its `from_json`.
     """
     try:
-        fitting = msgspec.convert(value, schema, strict=True)
+        fitting = msgspec.convert(
+            value, schema, strict=True, dec_hook=lambda kind, given: kind.from_json(given)
+        )
     except msgspec.ValidationError as problem:
         raise error(f"{where}: {describe_problem(problem, value)}") from None
     if unknown := _unknown_names(value, fitting):

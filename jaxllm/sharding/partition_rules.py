@@ -110,7 +110,9 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
             # Added once, to the sum of all products; those of experts, before it.
             bias = PartitionRule("whole" if exact else "first", is_expert_stack=True)
             yield rf"{path}\.bias", bias if stack else REPLICATED
-    yield rf"{layer}.*\.memory_gate", PartitionRule("column", HEAD_AXES)
+    attention = config.attention_kind(0)
+    for name in () if attention is None else attention.head_params:
+        yield rf"{layer}.*\.{re.escape(name)}", PartitionRule("column", HEAD_AXES)
     if f.router is not None:
         yield rf"{layer}({re.escape(f.router)}\.(weight|bias)|mlp\.selection\.bias)", REPLICATED
     yield r"(.*\.)?[^.]*(norm|ln_)[^.]*\.(weight|bias)", REPLICATED
@@ -135,11 +137,11 @@ def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
     """
     over = axes.tensor * axes.kv_replicas
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    kind = config.long_attention(0)
-    if kind is not None and kind.kind == "dilated" and over > 1:
+    kind = config.attention_kind(0)
+    if kind is not None and not kind.shards_heads and over > 1:
         raise ConfigError(
-            "attention of kind 'dilated' depends on head numbers, which a shard of the heads does"
-            f" not have: mesh {axes} must have tensor=1"
+            f"attention of kind {kind.kind!r} depends on head numbers, which a shard of the heads"
+            f" does not have: mesh {axes} must have tensor=1"
         )
     if config.kv_heads(0) and not config.value_heads(0) and axes.num_devices > 1:
         raise ConfigError(

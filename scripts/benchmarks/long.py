@@ -112,7 +112,7 @@ def time_layer(kind: str, length: int, repeats: int) -> Timing:
 
     @jax.jit
     def run(q: Any, k: Any, v: Any) -> Any:
-        settings = {"window": config.window(0), "kind": config.long_attention(0)}
+        settings = {"window": config.window(0), "kind": config.attention_kind(0)}
         context = AttentionContext(position_BT)
         options: Any = {"cache_dtype": "float32", "scale": config.attention_scale, **settings}
         site = SiteRecorder(0, position_BT, NO_EDITS, frozenset())

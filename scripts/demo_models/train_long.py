@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 
 import jaxllm
 from jaxllm.checkpoints.native import check_output_directory
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.files import atomic_file
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.research.needle.grid import Cell, recall
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken

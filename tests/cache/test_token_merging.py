@@ -9,11 +9,11 @@ import pytest
 import jaxllm
 from jaxllm.cache import close_gaps, compact, keep, pool
 from jaxllm.cache.token_merging import pool_mass
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.generation.loops.overflow import OverflowState, PoolByAttention, PoolOlder
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops import dequantize
+from jaxllm.research.long_attention.settings import LongAttention
 from tests.cache.caches import close, entries, filled, keys, lm_of, peek, rotated
 from tests.tiny_models import random_model, tokens
 

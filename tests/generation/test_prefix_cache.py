@@ -16,7 +16,6 @@ import jaxllm
 from jaxllm.adapters import LoraConfig, with_adapters
 from jaxllm.cache.kv import Segment
 from jaxllm.cache.prefix_cache import PrefixCache
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CapacityError, ConfigError, SamplingError, TokenError
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
@@ -25,6 +24,7 @@ from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.inside import Scale
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter

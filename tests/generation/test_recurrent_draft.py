@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.config.model import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.generation.batching import scheduler
 from jaxllm.generation.batching.requests import Request
@@ -21,6 +20,7 @@ from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.models.invariance import make_invariant
 from jaxllm.ops.recurrent import CHUNK
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.paths import map_leaves
 from tests.tiny_models import assert_close, random_model, tokens
 
@@ -201,12 +201,12 @@ def test_other_states_and_long_drafts_are_refused() -> None:
     attention = LongAttention(kind="infini", segment_length=8)
     infini = model.clone(config=dataclasses.replace(model.config, attention=attention)), params
     for target, draft, tokens_BT, message in (
-        (lm, infini, 4, "Infini-attention, which the draft has"),
-        (infini, lm, 4, "Infini-attention, which the model has"),
+        (lm, infini, 4, "memory of segments that the draft has"),
+        (infini, lm, 4, "memory of segments that the model has"),
         (lm, (model, params), CHUNK, "the model has recurrent layers.* fewer than 64 tokens"),
         ((model, params), lm, CHUNK, "the draft has recurrent layers.* fewer than 64 tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             speculative.check_states([one[0].config for one in (target, draft)], tokens_BT)
-    with pytest.raises(ConfigError, match="which the draft has"):
+    with pytest.raises(ConfigError, match="that the draft has"):
         jaxllm.speculative_generate(*lm, [[1]], draft=infini, max_new_tokens=1)

@@ -13,7 +13,6 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jaxllm
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf.rotary import write_rope
 from jaxllm.convert.hf import open_hf, write_hf
@@ -22,6 +21,7 @@ from jaxllm.generation.loops.overflow import SinksAndWindow
 from jaxllm.models import build
 from jaxllm.ops import Part, attend
 from jaxllm.ops.self_extend import attend_self_extend
+from jaxllm.research.long_attention.settings import LongAttention
 from tests.cache.caches import rotated
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens

@@ -23,7 +23,6 @@ from jaxllm.cache import (
     save_cache,
     select,
 )
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import ScoreHead
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.generation.embeddings import last_logits
@@ -31,6 +30,7 @@ from jaxllm.models import compiled_steps
 from jaxllm.models.invariance import make_invariant
 from jaxllm.models.sites import NO_EDITS
 from jaxllm.ops import compile_cache, native
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.formats import as_format, as_weight

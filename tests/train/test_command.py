@@ -128,7 +128,7 @@ INVALID = (
     ("full", ("--only", "layer.0"), "matches no trainable parameter"),
     ("full", ("--only", "("), "the rules"),
     ("full", ("--router-loss", 0.1), "need a mixture of experts"),
-    ("full", ("--gate-lr", 0.1), "--gate-lr needs a model with Infini-attention"),
+    ("full", ("--lr-pattern", "norm"), "--lr-pattern must be REGEX=NUMBER"),
     ("full", ("--pipeline", "gpipe"), "--pipeline requires stages"),
     ("full", ("--mesh", "tensr=2"), "tensr"),
     ("full", ("--eval-data", "missing.txt"), "cannot read missing.txt"),

@@ -89,15 +89,13 @@ def open_cache(
 
 def fit_slots(model: Model, rows: int, capacity: int) -> int:
     """Return `rows * capacity`, or the slots of half the device's memory if that is less; at least
-    `capacity`.
+    `capacity`. A sharded model has all.
     """
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or machine_memory()
+    if memory is None or model.is_sharded:
+        return rows * capacity
     each = cache_nbytes(model.config, 1, 1, model.precision.cache)
-    return (
-        rows * capacity
-        if memory is None
-        else max(capacity, min(rows * capacity, memory // 2 // each))
-    )
+    return max(capacity, min(rows * capacity, memory // 2 // each))
 
 
 def free_pages(pages: PageTable, cache: KVCache, row: int) -> tuple[PageTable, KVCache]:

@@ -141,7 +141,7 @@ def serve(
     Raises:
         CapacityError: If a size is not a positive integer, `slots` is less than `capacity`, or the
             cache exceeds the memory.
-        ConfigError: If a prefix cache is given for a model with Infini-attention, shared prefixes
+        ConfigError: If a prefix cache is given for a model with segments, shared prefixes
             for one with recurrent layers, a draft for one without invariant rows, or too few slots
             for all rows of a sharded one.
         SamplingError: For something else as a draft.

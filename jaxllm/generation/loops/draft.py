@@ -131,7 +131,7 @@ def check_states(configs: Sequence[ModelConfig], width: int) -> None:
         shapes = [config.state_shape(i) for i in range(config.num_hidden_layers)]
         if not all(isinstance(x, RecurrentState | None) for x in shapes):
             raise ConfigError(
-                f"speculation does not support Infini-attention, which the {name} has: its memory"
+                f"speculation does not support the memory of segments that the {name} has: it"
                 " cannot forget rejected tokens"
             )
         if config.has_state and width >= CHUNK:

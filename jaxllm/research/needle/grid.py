@@ -189,7 +189,7 @@ def _check_policy(model: Model, name: str, policy: OverflowPolicy | None) -> Non
     if policy is None or isinstance(policy, (Begin, DropSegments)):
         return
     config = model.config
-    if any(config.long_attention(layer) for layer in range(config.num_hidden_layers)):
+    if any(config.attention_kind(layer) for layer in range(config.num_hidden_layers)):
         raise ConfigError(
             f"policy {name} changes positions, which this model's long attention does not support:"
             " use full, slide, or segments if the model has a memory"

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.pattern import (
+from jaxllm.ops.kv_quant import dequantize
+from jaxllm.ops.products import match_dtypes
+from jaxllm.research.long_attention.dilation_pattern import (
     MAX_SCORES,
     Dilation,
     DilationPattern,
@@ -17,8 +19,6 @@ from jaxllm.ops.dilated.pattern import (
     make_finder,
     take_tokens,
 )
-from jaxllm.ops.kv_quant import dequantize
-from jaxllm.ops.products import match_dtypes
 
 
 def gather_and_attend(

@@ -20,12 +20,12 @@ from jaxllm.cache import (
 )
 from jaxllm.cache.operations import keep_slots
 from jaxllm.compress.methods.structured_pruning import narrow_config
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.export.step import StepSignature, input_shapes, make_step
 from jaxllm.generation.loops.overflow import DropSegments, HeavyHitters
 from jaxllm.generation.loops.streaming_prefill import prefill_in_segments
-from jaxllm.train.infini import with_memory
+from jaxllm.research.long_attention.conversion import with_memory
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.precision import Precision, cast
 from tests.cache.caches import close, peek
 from tests.tiny_models import random_model, tokens

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxllm.ops import Part, cast
-from jaxllm.ops.dilated import blocks
-from jaxllm.ops.dilated.attention import attend, dense_weights, multiplicity
-from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 from jaxllm.ops.kv_quant import concat_slots, dequantize
 from jaxllm.ops.products import einsum
+from jaxllm.research.long_attention import dilated_blocks as blocks
+from jaxllm.research.long_attention.dilated_attention import attend, dense_weights, multiplicity
+from jaxllm.research.long_attention.dilation_pattern import Dilation, DilationPattern
 
 N, K, H = 6, 2, 5
 SCALE = 0.6

@@ -33,7 +33,7 @@ def infini(
         gate: Initial gate logit; sigmoid of it is the share of the memory.
     """
     with spinner("starting"):
-        from jaxllm.train.infini import check_update, with_memory
+        from jaxllm.research.long_attention.conversion import check_update, with_memory
 
     rule = check_update(update)
     lm = load_model(model, dtype, quantize=quantize)

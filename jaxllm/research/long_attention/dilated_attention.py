@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part, soft_cap, visible
-from jaxllm.ops.dilated.blocks import attend_blocks
-from jaxllm.ops.dilated.gathered import attend_documents, attend_tokens, gather_and_attend
-from jaxllm.ops.dilated.pattern import Dilation, DilationPattern, first_position
 from jaxllm.ops.kv_quant import concat_slots, dequantize
 from jaxllm.ops.products import einsum
+from jaxllm.research.long_attention.dilated_blocks import attend_blocks
+from jaxllm.research.long_attention.dilated_gathered import (
+    attend_documents,
+    attend_tokens,
+    gather_and_attend,
+)
+from jaxllm.research.long_attention.dilation_pattern import (
+    Dilation,
+    DilationPattern,
+    first_position,
+)
 
 
 def attend(

@@ -9,10 +9,10 @@ import pytest
 
 from jaxllm import models
 from jaxllm.checkpoints.resolve import DEMO_DIR
-from jaxllm.config.long_attention import LONG_FIELDS, LongAttention
 from jaxllm.convert.gguf.settings import write_config as gguf_config
 from jaxllm.convert.hf import open_hf, read_config, write_hf
 from jaxllm.errors import ConfigError
+from jaxllm.research.long_attention.settings import LONG_FIELDS, LongAttention
 from tests.tiny_models import LLAMA, random_model
 
 DILATED = {"kind": "dilated", "segment_lengths": (4, 12), "dilated_ratios": (1, 3)}
@@ -34,13 +34,13 @@ def test_long_attention_round_trips_through_json(fields: dict[str, Any]) -> None
     assert hash(models.config_from_dict(written)) == hash(long_config)
     data = {"model_type": "llama", **LLAMA, "attention": json.loads(json.dumps(fields))}
     assert read_config(data)[0].attention == kind
-    assert [long_config.long_attention(i) for i in range(3)] == [kind] * 3
+    assert [long_config.attention_kind(i) for i in range(3)] == [kind] * 3
 
 
 def test_config_omits_absent_long_attention() -> None:
     """A config without long attention does not write the field, and null is read as none."""
     assert "attention" not in config().to_dict()
-    assert random_model("gpt2")[0].config.long_attention(0) is None
+    assert random_model("gpt2")[0].config.attention_kind(0) is None
     assert read_config({"model_type": "llama", **LLAMA, "attention": None})[0].attention is None
 
 
@@ -143,7 +143,7 @@ def test_with_layers_moves_attention_pairs() -> None:
         kind="dilated", by="layers", segment_lengths=(4, 8, 8), dilated_ratios=(1, 2, 4)
     )
     long_config = config(attention=kind, num_hidden_layers=3)
-    assert [long_config.long_attention(i).pairs for i in range(3)] == [
+    assert [long_config.attention_kind(i).pairs for i in range(3)] == [
         ((4, 1),),
         ((8, 2),),
         ((8, 4),),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.pattern import (
+from jaxllm.research.long_attention.dilation_pattern import (
     MAX_SCORES,
     DilationPattern,
     FindSlots,

@@ -1,4 +1,4 @@
-"""Configuration of sparse and segmented attention: LongNet and Infini-attention."""
+"""Settings of LongNet's and Infini-attention, a kind of attention (`AttentionKind`)."""
 
 import dataclasses
 import itertools
@@ -6,13 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import jax
 from msgspec import Meta
 
+from jaxllm.config.attention_kind import AttentionKind
+from jaxllm.config.model import Rope, TokenCount
 from jaxllm.errors import ConfigError
+from jaxllm.models.layers import AttentionContext, Unrotated
+from jaxllm.models.sites import SiteRecorder
+from jaxllm.ops import Part
+from jaxllm.research.long_attention import dilated, infini
+from jaxllm.research.long_attention.memory import memory_shapes
 from jaxllm.runtime.schema import field_errors
 
-TokenCount = Annotated[int, Meta(ge=1, le=1 << 26)]
 TokenCounts = Annotated[tuple[TokenCount, ...], Meta(min_length=1, max_length=1 << 10)]
+
+GATE_LR = 0.01  # of the memory's gates; at the rate of the other parameters they hardly move
 
 # kind -> (required fields, optional fields).
 LONG_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -22,7 +31,7 @@ LONG_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongAttention:
+class LongAttention(AttentionKind):
     """Sparse or segmented attention; a field that the `kind` does not use is None.
 
     dilated (LongNet, Ding et al. 2023): segment_lengths and dilated_ratios are pairs (w, r): a head
@@ -89,6 +98,58 @@ class LongAttention:
                 " Begin with a pair (w, 1)"
             )
         return problems
+
+    @property
+    def shards_heads(self) -> bool:
+        return self.kind == "infini"
+
+    @property
+    def head_params(self) -> tuple[str, ...]:
+        return ("memory_gate",) if self.kind == "infini" else ()
+
+    @property
+    def rates(self) -> tuple[tuple[str, float], ...]:
+        return ((r".*\.memory_gate", GATE_LR),) if self.kind == "infini" else ()
+
+    def state_shape(self, kv_heads: int, head_dim: int) -> Any:
+        if self.kind != "infini":
+            return None
+        return memory_shapes(kv_heads, head_dim, self.update or "linear")
+
+    def attend(
+        self,
+        context: AttentionContext,
+        site: SiteRecorder,
+        q_BTNH: jax.Array,
+        parts: Sequence[Part],
+        unrotated: Unrotated,
+        *,
+        scale: float,
+        cap: float | None,
+    ) -> tuple[jax.Array, jax.Array | None, Any]:
+        run = infini.attend if self.kind == "infini" else dilated.attend
+        return run(self, context, site, q_BTNH, parts, unrotated, scale=scale, cap=cap)
+
+    def segment_start(self, state: Any) -> jax.Array:
+        start_B: jax.Array = state.segment_B * self.segment_length
+        return start_B
+
+    def rewind(
+        self,
+        state: Any,
+        entries: list[Any],
+        next_B: jax.Array,
+        now_B: jax.Array,
+        rope: Rope | None,
+    ) -> Any:
+        """Return the memory with the current segment up to `next_B`.
+
+        It is recomputed from the tokens that stay: from their cached keys, with rotation undone, so
+        at the cache's precision.
+        """
+        assert self.segment_length is not None
+        form = (self.segment_length, self.update or "linear", rope)
+        return infini.recompute_segment(state, entries, next_B, now_B, *form)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.ops.buckets import make_buckets, max_segments
-from jaxllm.ops.compressive import (
+from jaxllm.research.long_attention.memory import (
     UPDATES,
     Memory,
     Update,

@@ -13,18 +13,18 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
 from jaxllm.compress.methods.structured_pruning import narrow_config
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.export.step import StepSignature, check_signature
-from jaxllm.models.long import dilated
-from jaxllm.ops.dilated.attention import multiplicity
+from jaxllm.research.long_attention import dilated
+from jaxllm.research.long_attention.dilated_attention import multiplicity
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, peek
 from tests.conftest import Run, succeed
-from tests.ops.test_dilated import dense_attend
+from tests.research.long_attention.test_dilated_attention import dense_attend
 from tests.tiny_models import cut_demo, random_model, tokens
 
 DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}
@@ -47,7 +47,7 @@ def use_dense_softmax(lm: Any, patch: pytest.MonkeyPatch) -> Any:
 
     Returns the model with another context length, so that no earlier trace is reused.
     """
-    patch.setattr(dilated.attention, "attend", attend_dense)
+    patch.setattr(dilated.dilated_attention, "attend", attend_dense)
     model, params = lm
     return model.clone(config=dataclasses.replace(model.config, max_position_embeddings=98)), params
 
@@ -166,7 +166,7 @@ def test_packed_row_gradients_equal_separate_documents(monkeypatch: pytest.Monke
         return sum(outs)
 
     model = use_dense_softmax(lm, monkeypatch)[0]
-    monkeypatch.setattr(dilated.attention, "attend", attend_by_document)
+    monkeypatch.setattr(dilated.dilated_attention, "attend", attend_by_document)
     expected = gradient(model, rows)
     jax.tree.map(close, found, expected)
 

@@ -9,47 +9,44 @@ would also lose a share sigmoid(beta) to an empty memory, which would change a t
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
-from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import Rope
 from jaxllm.errors import ConfigError
+from jaxllm.models.layers import Unrotated
 from jaxllm.ops.buckets import Buckets, make_buckets
-from jaxllm.ops.compressive import Memory, empty_memory, run_segments
+from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.rope import inverse_frequencies, rerotate
+from jaxllm.research.long_attention.memory import (
+    Memory,
+    Update,
+    discard_segment,
+    empty_memory,
+    run_segments,
+    write,
+)
 
-
-class MemoryInputs(NamedTuple):
-    """Inputs of the memory, besides rotated queries and keys.
-
-    Attributes:
-        q, k, v: `[B, T, N, H]` and `[B, T, K, H]`, before rotation and before rounding to the
-            cache's dtype.
-        gate_N: beta; its sigmoid is the memory's share of the output.
-        memory: None before a text.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    gate_N: jax.Array
-    memory: Memory | None
+if TYPE_CHECKING:
+    from jaxllm.research.long_attention.settings import LongAttention
 
 
 def attend(
-    kind: LongAttention,
+    kind: "LongAttention",
     context: Any,
     site: Any,
     q_BTNH: jax.Array,
     parts: Sequence[ops.Part],
-    memory_inputs: MemoryInputs,
+    unrotated: Unrotated,
     *,
     scale: float,
     cap: float | None,
 ) -> tuple[jax.Array, None, Memory]:
-    """Infini-attention; see `KINDS`. The new tokens of each row must be consecutive.
+    """Infini-attention; see `AttentionKind.attend`. The new tokens of each row must be consecutive.
 
     Raises ConfigError for masks, documents that share a row, and attention mass.
     """
@@ -58,7 +55,7 @@ def attend(
         "several documents in one row (train with --no-pack)": context.document_BT is not None,
         "attention mass or weights": context.mass or site.touches("attn.scores", "attn.pattern"),
     }
-    if len(parts) > 1 and memory_inputs.memory is None:
+    if len(parts) > 1 and unrotated.state is None:
         raise ConfigError(
             "attention of kind 'infini' continues a cache with its memory, which fixed shapes and"
             " exports do not support"
@@ -68,16 +65,17 @@ def attend(
             raise ConfigError(f"attention of kind 'infini' does not support {what}")
     assert kind.segment_length is not None
     update, length = kind.update or "linear", kind.segment_length
-    B, _, K, H = memory_inputs.k.shape
-    memory = empty_memory(B, K, H, update) if memory_inputs.memory is None else memory_inputs.memory
+    B, _, K, H = unrotated.k.shape
+    memory = empty_memory(B, K, H, update) if unrotated.state is None else unrotated.state
     buckets = make_buckets(context.position_BT, length)
     local = buckets.join(_attend_local(buckets, length, q_BTNH, parts, scale, cap)).astype(
         jnp.float32
     )
     retrieved, has_memory_BTN, memory = run_segments(
-        memory, memory_inputs.q, memory_inputs.k, memory_inputs.v, buckets, update
+        memory, unrotated.q, unrotated.k, unrotated.v, buckets, update
     )
-    share_N1 = jax.nn.sigmoid(memory_inputs.gate_N.astype(jnp.float32))[None, None, :, None]
+    gate_N = unrotated.params["memory_gate"]  # beta; its sigmoid is the memory's share
+    share_N1 = jax.nn.sigmoid(gate_N.astype(jnp.float32))[None, None, :, None]
     mixed = share_N1 * retrieved + (1 - share_N1) * local
     return jnp.where(has_memory_BTN[..., None], mixed, local).astype(q_BTNH.dtype), None, memory
 
@@ -114,3 +112,42 @@ def _attend_local(
             out, _ = ops.attend(q_XWNH, at_XW, [*before, last], scale=scale, window=None, cap=cap)
             heads.append(out.reshape(-1, B, *out.shape[1:]))
     return jnp.concatenate(heads) if len(heads) > 1 else heads[0]
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6))
+def recompute_segment(
+    memory: Memory,
+    entries: list[Any],
+    next_B: jax.Array,
+    now_B: jax.Array,
+    length: int,
+    update: Update,
+    rope: Rope | None,
+) -> Memory:
+    """Recompute a layer's memory with the current segment up to `next_B`; no-op for other rows."""
+    rows = next_B.shape[0]
+    k_BSKH, v_BSKH, position_BS = (
+        concat_slots([dequantize(x) for x in each], rows) for each in zip(*entries, strict=True)
+    )
+    begin_B1 = (memory.segment_B * length)[:, None]
+    stays_BS = (position_BS >= begin_B1) & (position_BS < next_B[:, None])
+    if rope is not None:
+        k_BSKH = _unrotate_keys(k_BSKH, position_BS % length, rope)
+    summed = write(discard_segment(memory), k_BSKH, v_BSKH, stays_BS, update)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        undone_B = (next_B < now_B).reshape((rows,) + (1,) * (new.ndim - 1))
+        return jnp.where(undone_B, new, old)
+
+    chosen: Memory = jax.tree.map(choose, summed, memory)
+    return chosen
+
+
+def _unrotate_keys(k_BSKH: jax.Array, position_BS: jax.Array, rope: Rope) -> jax.Array:
+    """Undo the rotation of keys by their places in the segment; float32."""
+    head_dim = k_BSKH.shape[-1]
+    width, magnitude = rope.rotary_dim(head_dim), inverse_frequencies(rope, head_dim=head_dim)[1]
+    k_BSKH = rerotate(k_BSKH, -position_BS, rope, head_dim=head_dim)
+    if magnitude == 1.0:
+        return k_BSKH
+    return jnp.concatenate([k_BSKH[..., :width] / magnitude, k_BSKH[..., width:]], axis=-1)

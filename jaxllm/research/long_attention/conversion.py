@@ -9,33 +9,16 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxllm import models
-from jaxllm.config.long_attention import LongAttention
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.llama import LlamaConfig
-from jaxllm.ops.compressive import UPDATES, Update
+from jaxllm.research.long_attention.memory import UPDATES, Update
+from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.runtime.validation import check_int
 from jaxllm.weights.precision import match_precision
 from jaxllm.weights.types.arrays import DTYPES
 
 INITIAL_GATE = -4.0  # beta; at -100, as in some implementations, the gates never learn
-GATE_LR = 0.01  # of beta; at the rate of the other parameters gates hardly move
-
-
-def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[str, float], ...]:
-    """Return `Optimizer.rates` for the gates of an Infini-attention model; () for other models.
-
-    Raises ConfigError if a rate is given for a model without gates.
-    """
-    if config.segment_length is not None:
-        return ((r".*\.memory_gate", GATE_LR if rate is None else rate),)
-    if rate is not None:
-        raise ConfigError(
-            f"--gate-lr needs a model with Infini-attention, and this {config.model_type} has none:"
-            " convert it with jaxllm infini"
-        )
-    return ()
 
 
 def check_update(name: str) -> Update:
@@ -53,7 +36,7 @@ def with_memory(
 
     Args:
         segment_length: tokens per segment, within which attention is exact.
-        update: see `ops.compressive`.
+        update: see `memory`.
         gate: initial beta of every head.
 
     Raises ConfigError for another family, a sliding window, segments longer than the context, and

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated import attention
-from jaxllm.ops.dilated.attention import dense_weights
-from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
+from jaxllm.research.long_attention import dilated_attention
+from jaxllm.research.long_attention.dilated_attention import dense_weights
+from jaxllm.research.long_attention.dilation_pattern import Dilation, DilationPattern
+
+if TYPE_CHECKING:
+    from jaxllm.research.long_attention.settings import LongAttention
 
 
 @cache
-def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
+def dilations(kind: "LongAttention", heads: int) -> tuple[Dilation, ...]:
     """Return the dilations of one layer with each head's offsets; -1: the head does not use it.
 
     With "pairs" and "layers", head j has offset `j % ratio` (equation 8). With "heads", it is the
@@ -32,17 +34,17 @@ def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
 
 
 def attend(
-    kind: LongAttention,
+    kind: "LongAttention",
     context: Any,
     site: Any,
     q_BTNH: jax.Array,
     parts: Sequence[Part],
-    memory_inputs: None,
+    unrotated: Any,
     *,
     scale: float,
     cap: float | None,
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    """Dilated attention; see `KINDS`.
+    """Dilated attention; see `AttentionKind.attend`.
 
     Attention mass and `attn.pattern` cost dense attention weights; mass is None with documents.
     Raises ConfigError for a mask, which has no positions, for `attn.scores`, and for an edit of
@@ -59,7 +61,7 @@ def attend(
         )
     shown, at_BT = dilations(kind, q_BTNH.shape[2]), context.position_BT
     sight = DilationPattern(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
-    out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=context.document_BT)
+    out = dilated_attention.attend(q_BTNH, at_BT, parts, sight, document_BT=context.document_BT)
     reads = site.reads("attn.pattern")
     if not (context.mass or reads) or context.document_BT is not None:
         return out, None, None
