@@ -23,7 +23,11 @@ OUTPUTS = 128
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
 NF4 = Rows(4, 64, struct="Nf4")
 SPARSE = {"bfloat16": Rows(8, struct="Sparse<16>"), "int8": Rows(4, struct="Sparse<8>")}
-SUPER = {"Q4_K": Rows(4, 32, struct="Q4K"), "Q6_K": Rows(4, 16, struct="Q6K")}
+SUPER = {
+    "Q4_K": Rows(4, 32, struct="Q4K"),
+    "Q5_K": Rows(4, 32, struct="Q5K"),
+    "Q6_K": Rows(4, 16, struct="Q6K"),
+}
 MORE = [NF4, *SPARSE.values(), *SUPER.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
 FORMATS = [
     *(rows := [*DAILY, *MORE]),
@@ -107,7 +111,7 @@ def _random_blocks(type: str, outputs: int, columns: int, rng: np.random.Generat
     """Return a weight of any bytes, but with factors of blocks that give weights of about 1."""
     count, nbytes = -(-columns // 256), BLOCK_TYPES[type].nbytes
     blocks = rng.integers(0, 256, (outputs, count, nbytes), np.uint8)
-    for at, size in {"Q4_K": [(0, 2e-3), (2, 1e-2)], "Q6_K": [(208, 1e-3)]}[type]:
+    for at, size in [(208, 1e-3)] if type == "Q6_K" else [(0, 2e-3), (2, 1e-2)]:
         factor = rng.normal(0, size, (outputs, count, 1)).astype(np.float16)
         blocks[..., at : at + 2] = factor.view(np.uint8)
     rows = jnp.asarray(blocks.reshape(outputs, -1))

@@ -12,7 +12,7 @@ _PARTS, _THREADS, _TILE_ROWS = 8, 256, 16  # as in csrc/ring.h
 _UNIT_BYTES = 64
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own
 # Structs of blocks of 256 columns: bytes of `scale` and of `zero` for 128 columns.
-_SUPER_BLOCKS = {"Q4K": (8, 0), "Q6K": (1, 40)}
+_SUPER_BLOCKS = {"Q4K": (8, 0), "Q5K": (8, 16), "Q6K": (1, 40)}
 
 
 class Rows(NamedTuple):
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     def shared_bytes(self, rows: int, columns: int, cluster: int, tiles: int, stages: int) -> int:
         """Return the bytes of shared memory that a block takes, as csrc/product.h lays it out."""
         units = -(-self._units(columns) // (self._step * cluster)) * self._step
-        narrow = self.bits == 16 or (0 < self.group <= 32 and self.struct != "Q4K")
+        narrow = self.bits == 16 or (0 < self.group <= 32 and self.struct not in ("Q4K", "Q5K"))
         stride = -(-units * self._unit * 2 // 128) * 128 + (64 if narrow else 16)
         sums = 2 * _PARTS * tiles * 512 + _PARTS * tiles * 32
         return _PARTS * stages * self.stage_bytes + sums + rows * stride

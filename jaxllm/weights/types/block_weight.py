@@ -43,6 +43,10 @@ MAX_BYTES = (1 << 31) - 1  # what XLA's int32 indices reach
 # For CUDA kernels: an array of each of these bytes of a block, in their order, and their format.
 _SPLIT = {
     "Q4_K": ({"scale": slice(0, 16), "weight": slice(16, 144)}, Rows(4, 32, struct="Q4K")),
+    "Q5_K": (
+        {"scale": slice(0, 16), "zero": slice(16, 48), "weight": slice(48, 176)},
+        Rows(4, 32, struct="Q5K"),
+    ),
     "Q6_K": (
         {"weight": slice(0, 128), "zero": slice(128, 208), "scale": slice(208, 210)},
         Rows(4, 16, struct="Q6K"),
@@ -206,7 +210,7 @@ class BlockWeight(WeightBase, struct.PyTreeNode):
         return self.to_int_weight().for_accelerator()
 
     def split_bytes(self) -> "BlockWeight":
-        """Return a matrix of Q4_K or Q6_K with the same bytes as arrays for CUDA kernels."""
+        """Return a matrix of `_SPLIT` with the same bytes as arrays for CUDA kernels."""
         blocks_OGB = self.rows.reshape(self.shape[0], -1, BLOCK_TYPES[self.type].nbytes)
         parts = _SPLIT[self.type][0].items()
         arrays = {name: blocks_OGB[..., part].reshape(self.shape[0], -1) for name, part in parts}

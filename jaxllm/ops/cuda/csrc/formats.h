@@ -215,6 +215,27 @@ struct Q4K : Row<4, 256, 32, 64> {
   }
 };
 
+// GGUF's Q5_K, likewise, with the fifth bits of the codes apart too, as `zero`: bit r of byte j of
+// 32 is that of column 32 r + j.
+struct Q5K : Q4K {
+  static constexpr int ZERO_GROUP = 256, ZERO_BYTES = 32;
+  static DEVICE uint2 read_zero(const unsigned char* fifth, int lane, int span) {
+    const uint2 bits = *(const uint2*)(fifth + lane * 8);
+    return {bits.x >> 2 * span, bits.y >> 2 * span};
+  }
+  static DEVICE void unpack(const uint32_t* words, uint2 fifth, uint32_t* pairs) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const uint32_t codes = words[i / 2] >> i % 2 * 8;
+      const uint32_t bits = (i / 2 ? fifth.y : fifth.x) >> i % 2 * 8;
+      const uint32_t low = (codes & 0x000F000Fu) | (bits << 4 & 0x00100010u);
+      const uint32_t high = (codes >> 4 & 0x000F000Fu) | (bits << 3 & 0x00100010u);
+      pairs[i] = multiply_add_pairs(low, TIMES_2_127, 0);
+      pairs[i + 4] = multiply_add_pairs(high, TIMES_2_127, 0);
+    }
+  }
+};
+
 // GGUF's Q6_K, as it is stored, in three arrays: low bits as the row, a block's float16 as `scale`,
 // high bits and the groups' int8 scales as `zero`. Of 128 columns, byte j of 64 has the low bits
 // of columns j and j + 64, and byte j of 32 the high bits of columns j, j + 32, j + 64, j + 96.

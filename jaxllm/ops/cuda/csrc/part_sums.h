@@ -118,13 +118,14 @@ struct PartSums {
                          uint32_t (&pairs)[PAIRS]) const {
     const int byte = unit * UNIT_BYTES + (span * 4 + c) * Format::LANE_BYTES;
     const unsigned char* at = bytes + half * 1024 + swizzle<Format>(g, byte / 16) + byte % 16;
-    uint32_t words[Format::WORDS], zero = 0;
+    uint32_t words[Format::WORDS];
     read_words<Format::WORDS>(at, words);
     if constexpr (Format::ZERO_GROUP != 0) {
       const unsigned char* zeros = find_zero(bytes, stage, unit, span, half);
-      zero = Format::read_zero(zeros, c, unit * SPANS + span);
+      Format::unpack(words, Format::read_zero(zeros, c, unit * SPANS + span), pairs);
+    } else {
+      Format::unpack(words, 0, pairs);
     }
-    Format::unpack(words, zero, pairs);
   }
   DEVICE const unsigned char* find_zero(const unsigned char* bytes, int stage, int unit, int span,
                                         int half) const {
