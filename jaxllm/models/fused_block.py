@@ -2,8 +2,9 @@
 
 A layer is four launches and attention: queries, keys and values of normed rows; the output
 projection, added to the stream; the gated channels of normed rows; and their projection, added too.
-Sums are rounded where the separate operations round them, but for the norm: its weight multiplies
-before its root does.
+Weights of several formats that multiply the same rows have a launch for each format. Sums are
+rounded where the separate operations round them, but for the norm: its weight multiplies before its
+root does.
 """
 
 import math
@@ -14,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxllm import ops
 from jaxllm.models.decoder_block import MLP, Attention, Block
 from jaxllm.models.layers import NO_PARALLEL, AttentionContext, AttentionOutput, Layer
 from jaxllm.models.modules import Linear
@@ -42,14 +44,10 @@ def can_fuse(
     norms = [params[name]["weight"] for name in (before, before_mlp)]
     if any(not isinstance(x, jax.Array) or x.dtype != jnp.bfloat16 for x in norms):
         return False
-    groups = (
-        [attention[f"{name}_proj"] for name in "qkv"], [attention["o_proj"]],
-        [mlp["gate_proj"], mlp["up_proj"]], [mlp["down_proj"]],
-    )  # fmt: skip
-    return all(
-        cuda.fits((rows, weights[0].shape[1]), [weight.cuda_matrix() for weight in weights])
-        for weights in ([as_weight(linear["weight"]) for linear in group] for group in groups)
-    )
+    linears = [attention[f"{name}_proj"] for name in "qkvo"]
+    linears += [mlp[f"{name}_proj"] for name in ("gate", "up", "down")]
+    weights = [as_weight(linear["weight"]) for linear in linears]
+    return all(cuda.fits((rows, w.shape[1]), [w.cuda_matrix()]) for w in weights)
 
 
 def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> bool:
@@ -72,7 +70,7 @@ def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> b
 def project_normed(x: Normed, *modules: Linear) -> list[jax.Array]:
     """Apply several `Linear`s to normed rows, as `project` does."""
     terms = [module.weight_and_bias(x.x.shape[-1]) for module in modules]
-    products = _launch(x.x, [weight for weight, _ in terms], norm=x.norm)
+    products = _multiply(x, [weight for weight, _ in terms])
     return [
         y if bias is None else y + bias.astype(y.dtype)
         for y, (_, bias) in zip(products, terms, strict=True)
@@ -86,7 +84,7 @@ class FusedAttention(Attention):
 
     def _project_out(self, x: Any, linear: Linear, heads: jax.Array) -> jax.Array:
         weight, _ = linear.weight_and_bias(heads.shape[-1])
-        return _launch(heads, [weight], residual=x.x)[0]
+        return _launch(heads, [weight], residual_RO=_rows(x.x))
 
 
 class FusedMLP(MLP):
@@ -97,9 +95,13 @@ class FusedMLP(MLP):
         c, p, D = self.config, self.precision, x.x.shape[-1]
         gates = [Linear(self.width, False, p, name=f"{name}_proj") for name in ("gate", "up")]
         weights = [linear.weight_and_bias(D)[0] for linear in gates]
-        hidden = _launch(x.x, weights, norm=x.norm, activation=c.hidden_act)[0]
+        if cuda.fits(_rows(x.x).shape, _matrices(weights)):
+            hidden = _launch(x.x, weights, norm=x.norm, activation=c.hidden_act)
+        else:
+            gate, up = _multiply(x, weights)
+            hidden = ops.ACTIVATIONS[c.hidden_act](gate) * up
         down, _ = Linear(D, False, p, name="down_proj").weight_and_bias(self.width)
-        return _launch(hidden, [down], residual=x.x)[0]
+        return _launch(hidden, [down], residual_RO=_rows(x.x))
 
 
 class FusedBlock(Block):
@@ -123,13 +125,21 @@ class FusedBlock(Block):
         return Normed(x, norm)
 
 
-def _launch(
-    x: jax.Array, weights: Sequence[Any], residual: jax.Array | None = None, **options: Any
-) -> list[jax.Array]:
-    """Launch the products of rows `[..., I]`; return each, `[..., O]`."""
-    rows = math.prod(x.shape[:-1])
-    if residual is not None:
-        options["residual_RO"] = residual.reshape(rows, -1)
-    matrices = [matrix for w in weights if (matrix := as_weight(w).cuda_matrix()) is not None]
-    products = cuda.launch(x.reshape(rows, -1), matrices, **options)
-    return [y.reshape(*x.shape[:-1], -1) for y in products]
+def _multiply(x: Normed, weights: Sequence[Any]) -> list[jax.Array]:
+    """Return the products of normed rows `[..., I]` with each weight, `[..., O]`."""
+    products = cuda.multiply(_rows(x.x), _matrices(weights), jnp.bfloat16, x.norm)
+    return [y.reshape(*x.x.shape[:-1], -1) for y in products]
+
+
+def _launch(x: jax.Array, weights: Sequence[Any], **options: Any) -> jax.Array:
+    """Return the one result of a launch with rows `[..., I]`, `[..., O]`."""
+    (y,) = cuda.launch(_rows(x), _matrices(weights), **options)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _matrices(weights: Sequence[Any]) -> list[cuda.Matrix]:
+    return [matrix for w in weights if (matrix := as_weight(w).cuda_matrix()) is not None]

@@ -4,7 +4,7 @@ for the driver runs the kernels' sources.
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,12 +20,13 @@ from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launc
 from jaxllm.ops.target import trace_for
 from jaxllm.weights.formats import for_accelerator, parse_format
 from jaxllm.weights.linear import linears
+from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Precision
 from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
-MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4", "q4_k", "q6_k")
+MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4", "q4_k", "q5_k", "q6_k")
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(driver.Config),
@@ -89,7 +90,7 @@ def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
     """Weights of whole tiles share a launch; XLA multiplies by the others. Levels of nf4 are
     rounded to bfloat16.
     """
-    columns = 256 if fmt in ("nf4", "q4_k", "q6_k") else 200
+    columns = 256 if fmt == "nf4" or fmt.endswith("_k") else 200
     weights = [_weight(fmt, rows, columns) for rows in (64, 32, 20)]
     x_RI = jax.random.normal(jax.random.key(0), (3, columns), jnp.bfloat16)
     products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
@@ -111,31 +112,54 @@ def test_each_of_a_batch_is_a_row(launches: list[str]) -> None:
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.more)])
-def test_step_equals_plain_step(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """A step with kernels: a layer is four launches that do what is between its products."""
+def _take_step(family: str, formats: Mapping[str, str], **options: Any) -> jax.Array:
+    """Return the logits of a step of a model of one layer. formats: of weights that are no
+    bfloat16, by a part of their path.
+    """
     model, params = random_model(
         family, precision=Precision.uniform("bfloat16"), spread=0.1, hidden_size=64,
         intermediate_size=96, vocab_size=128, head_dim=8, num_hidden_layers=1,
     )  # fmt: skip
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def store(path: str, x: jax.Array) -> Any:
+        fmt = next((formats[part] for part in formats if part in path), None)
+        return parse_format(fmt).quantize(x) if fmt else x.astype(jnp.bfloat16)
+
+    params = map_leaves(store, params)
     cache, token_B = jaxllm.init_cache(model, 2, 16), jnp.array([3, 1])
+    return jaxllm.decode_step(model, params, cache, token_B, **options).logits
 
-    def step(**options: Any) -> jax.Array:
-        out = jaxllm.decode_step(model, params, cache, token_B, **options)
-        return jax.block_until_ready(out.logits)
 
-    with_kernels = step()
-    layer = ["RmsNorm Rounded", "Plain Residual", "RmsNorm Gated<Silu>", "Plain Residual"]
+NORMED, ADDED = "RmsNorm Rounded", "Plain Residual"
+
+
+@pytest.mark.parametrize(
+    ("family", "formats", "layer"),
+    [
+        ("llama", {}, [NORMED, ADDED, "RmsNorm Gated<Silu>", ADDED]),
+        ("llama", {"k_proj": "int8", "up_proj": "int8"}, [NORMED, NORMED, ADDED] * 2),
+        pytest.param(
+            "qwen3", {}, [NORMED, ADDED, "RmsNorm Gated<Silu>", ADDED], marks=pytest.mark.more
+        ),
+    ],
+)
+def test_step_equals_plain_step(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch, family: str,
+    formats: Mapping[str, str], layer: list[str],
+) -> None:  # fmt: skip
+    """A step with kernels: a layer is four launches that do what is between its products. Weights
+    of two formats that multiply the same rows are two.
+    """
+    with_kernels = jax.block_until_ready(_take_step(family, formats))
     assert launches == [*layer, "Plain Float32"]
-    read = step(read=["blocks.0.mlp.pre"])  # layers with sites are not fused
-    assert launches[5:] == ["Plain Float32"] * 5
+    launches.clear()
+    read = jax.block_until_ready(_take_step(family, formats, read=["blocks.0.mlp.pre"]))
+    assert set(launches) == {"Plain Float32"}  # layers with sites are not fused
+    launches.clear()
     monkeypatch.setattr(cuda, "find_problem", lambda: "off")
     jax.clear_caches()
-    plain = step()
-    assert len(launches) == 10
+    plain = _take_step(family, formats)
+    assert launches == []
     np.testing.assert_allclose(read, plain, atol=0.02)
     np.testing.assert_allclose(with_kernels, plain, atol=0.03)
 

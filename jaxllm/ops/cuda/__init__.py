@@ -111,27 +111,33 @@ def _plan(shape: tuple[int, ...], matrices: Sequence[Matrix]) -> Launch | None:
     return plan_launch(form, rows, columns, sum(outputs), card())
 
 
-def multiply(x_RI: jax.Array, matrices: Sequence[Matrix]) -> list[jax.Array]:
-    """Return `x @ weight.T` of each weight, float32 `[R, O]`, for weights that `takes` approves of.
-
-    Weights of one format share launches.
-    """
-    products: list[jax.Array] = []
-    while len(products) < len(matrices):
-        rest = matrices[len(products) :]
-        count = next(
-            n for n in range(MAX_WEIGHTS, 0, -1) if _plan(x_RI.shape, rest[:n]) is not None
-        )
-        products += launch(x_RI, rest[:count], jnp.float32)
-    return products
-
-
 class Norm(NamedTuple):
     """An RMS norm (`ops.rms_norm`) of the rows before they are multiplied."""
 
     weight_I: jax.Array  # bfloat16
     eps: float
     weight_offset: float
+
+
+def multiply(
+    x_RI: jax.Array,
+    matrices: Sequence[Matrix],
+    dtype: DTypeLike = jnp.float32,
+    norm: Norm | None = None,
+) -> list[jax.Array]:
+    """Return `x @ weight.T` of each weight, `[R, O]`, for weights that `takes` approves of.
+
+    Weights of one format share launches, and each launch norms x first if it is to.
+    """
+    products, left = dict[int, jax.Array](), list(range(len(matrices)))
+    while left:
+        same = [i for i in left if matrices[i].format == matrices[left[0]].format]
+        parts = (same[:n] for n in range(MAX_WEIGHTS, 0, -1))
+        some = next(x for x in parts if _plan(x_RI.shape, [matrices[i] for i in x]) is not None)
+        together = launch(x_RI, [matrices[i] for i in some], dtype, norm=norm)
+        products.update(zip(some, together, strict=True))
+        left = [i for i in left if i not in products]
+    return [products[i] for i in range(len(matrices))]
 
 
 def launch(
