@@ -18,7 +18,7 @@ from jaxllm.ops import cuda, native
 from jaxllm.ops.cuda import compiler, driver, nvrtc
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
 from jaxllm.ops.target import trace_for
-from jaxllm.weights.formats import for_accelerator, parse_format
+from jaxllm.weights.formats import as_weight, for_accelerator, parse_format
 from jaxllm.weights.linear import linears
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Precision
@@ -26,7 +26,7 @@ from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
 from tests.tiny_models import random_model
 
-MORE = ("bfloat16", "int8", "bfloat16-2:4", "int8-2:4", "q4_k", "q5_k", "q6_k")
+MORE = ("bfloat16", "int8", "bf16-packed", "bfloat16-2:4", "int8-2:4", "q4_k", "q5_k", "q6_k")
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(driver.Config),
@@ -90,16 +90,28 @@ def test_linears_equal_plain_products(launches: list[str], fmt: str) -> None:
     """Weights of whole tiles share a launch; XLA multiplies by the others. Levels of nf4 are
     rounded to bfloat16.
     """
-    columns = 256 if fmt == "nf4" or fmt.endswith("_k") else 200
+    columns = 256 if fmt in ("nf4", "bf16-packed") or fmt.endswith("_k") else 200
     weights = [_weight(fmt, rows, columns) for rows in (64, 32, 20)]
     x_RI = jax.random.normal(jax.random.key(0), (3, columns), jnp.bfloat16)
     products = jax.block_until_ready(linears(x_RI, [(weight, None) for weight in weights]))
     assert len(launches) == 1
     for weight, y in zip(weights, products, strict=True):
-        dense = np.asarray(weight if fmt == "bfloat16" else weight.to_dense(), np.float64)
+        dense = np.asarray(as_weight(weight).to_dense(), np.float64)
         expected = np.asarray(x_RI, np.float64) @ dense.T
         is_rounded = fmt == "nf4" or y.shape[1] == 20
         np.testing.assert_allclose(y, expected, atol=0.2 if is_rounded else 1e-4)
+
+
+def test_packed_rows_of_many_escapes_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels add the escapes of a row one by one, so there may not be many. Files do not have what
+    only kernels read.
+    """
+    monkeypatch.setattr(cuda, "find_problem", lambda: None)
+    weight = jax.random.normal(jax.random.key(0), (32, 4096), jnp.bfloat16)
+    some, many = (parse_format("bf16-packed").quantize(weight.at[0, :n].set(0)) for n in (40, 80))
+    assert for_accelerator(some).cuda_matrix() is not None
+    assert for_accelerator(some).arrays().keys() == some.arrays().keys()
+    np.testing.assert_array_equal(for_accelerator(many), weight.at[0, :80].set(0))
 
 
 def test_each_of_a_batch_is_a_row(launches: list[str]) -> None:

@@ -23,12 +23,13 @@ OUTPUTS = 128
 DAILY = [Rows(16), Rows(8), Rows(4, 64, "float16", True)]
 NF4 = Rows(4, 64, struct="Nf4")
 SPARSE = {"bfloat16": Rows(8, struct="Sparse<16>"), "int8": Rows(4, struct="Sparse<8>")}
+PACKED = Rows(8, struct="PackedBFloat16")
 SUPER = {
     "Q4_K": Rows(4, 32, struct="Q4K"),
     "Q5_K": Rows(4, 32, struct="Q5K"),
     "Q6_K": Rows(4, 16, struct="Q6K"),
 }
-MORE = [NF4, *SPARSE.values(), *SUPER.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
+MORE = [NF4, PACKED, *SPARSE.values(), *SUPER.values(), Rows(8, 32), Rows(4, 128, "float16", True)]
 FORMATS = [
     *(rows := [*DAILY, *MORE]),
     *(
@@ -79,9 +80,17 @@ def _random_weight(rows: Rows, outputs: int, columns: int, seed: int = 0) -> Wei
             kept = rng.random((outputs, columns // 4, 4)).argsort(axis=2) < 2
             dense = rng.normal(size=(outputs, columns)) * kept.reshape(outputs, columns)
             stored = parse_format(f"{dtype}-2:4").quantize(jnp.asarray(dense.astype(BF16)))
-            names = {"weight": stored.values, "zero": stored.mask, "scale": stored.scale}
-            arrays = {name: np.asarray(x) for name, x in names.items() if x is not None}
-            return Weight(arrays, np.asarray(stored.to_dense(), np.float64))
+            arrays = stored.cuda_matrix().arrays
+            dense = np.asarray(stored.to_dense(), np.float64)
+            return Weight({name: np.asarray(x) for name, x in arrays.items()}, dense)
+    if rows == PACKED:
+        dense = rng.normal(size=(outputs, width))
+        dense *= rng.choice([1, 1e-9, 1e5], dense.shape, p=[0.99, 0.005, 0.005])  # escapes
+        dense[:, columns:] = 1
+        packed = parse_format("bf16-packed").quantize(jnp.asarray(dense.astype(BF16)))
+        arrays = packed.list_escapes().cuda_matrix().arrays
+        dense = np.asarray(packed.to_dense(), np.float64)[:, :columns]
+        return Weight({name: np.asarray(x) for name, x in arrays.items()}, dense)
     for type, format in SUPER.items():
         if rows == format:
             return _random_blocks(type, outputs, columns, rng)
@@ -194,12 +203,18 @@ def test_residual_is_added(kernels: Kernels, cluster: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "activation"),
-    [(1, "Silu"), pytest.param(8, "GeluTanh", marks=pytest.mark.more)],
+    ("rows", "cluster", "activation"),
+    [
+        (Rows(16), 1, "Silu"),
+        pytest.param(Rows(16), 8, "GeluTanh", marks=pytest.mark.more),
+        pytest.param(PACKED, 8, "GeluTanh", marks=pytest.mark.more),
+    ],
 )
-def test_gate_and_up_follow_norm(kernels: Kernels, cluster: int, activation: str) -> None:
+def test_gate_and_up_follow_norm(
+    kernels: Kernels, rows: Rows, cluster: int, activation: str
+) -> None:
     """y is activation(gate) * up of the normed rows: the epsilon and the norm's weight count."""
-    rows, columns, epsilon = Rows(16), 520, 0.5
+    columns, epsilon = 520, 0.5
     gate, up = (_random_weight(rows, OUTPUTS, columns, seed) for seed in (0, 5))
     x, norm = _random(9, columns), _random(1, columns, seed=3, mean=1.0)
     y = np.full((9, OUTPUTS), np.nan, BF16)

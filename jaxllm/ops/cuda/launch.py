@@ -11,8 +11,8 @@ MAX_ROWS = 64
 _PARTS, _THREADS, _TILE_ROWS = 8, 256, 16  # as in csrc/ring.h
 _UNIT_BYTES = 64
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own
-# Structs of blocks of 256 columns: bytes of `scale` and of `zero` for 128 columns.
-_SUPER_BLOCKS = {"Q4K": (8, 0), "Q5K": (8, 16), "Q6K": (1, 40)}
+# Structs whose parts are of pairs of units: bytes of `scale` and of `zero` for a unit.
+_PAIRED = {"Q4K": (8, 0), "Q5K": (8, 16), "Q6K": (1, 40), "PackedBFloat16": (0, 32)}
 
 
 class Rows(NamedTuple):
@@ -39,10 +39,10 @@ class Rows(NamedTuple):
 
     @property
     def _step(self) -> int:
-        return 2 if self.struct in _SUPER_BLOCKS else 1
+        return 2 if self.struct in _PAIRED else 1
 
     def _units(self, columns: int) -> int:
-        chunk = 8 if self.bits == 16 else 128 * self._step
+        chunk = 8 if self.bits == 16 else max(128, self._unit * self._step)
         return -(-(-(-columns // chunk) * chunk) // self._unit)
 
     def _group_bytes(self, size: int, group: int) -> int:
@@ -52,8 +52,8 @@ class Rows(NamedTuple):
     @property
     def stage_bytes(self) -> int:
         """Bytes of one stage of a warp's ring: 128 of each of 16 rows, and its groups' values."""
-        if self.struct in _SUPER_BLOCKS:
-            sizes = [self._group_bytes(size, 128) for size in _SUPER_BLOCKS[self.struct] if size]
+        if self.struct in _PAIRED:
+            sizes = [self._group_bytes(size, 128) for size in _PAIRED[self.struct] if size]
             return 128 * _TILE_ROWS + sum(sizes)
         scales = self._group_bytes(2 if self.scale == "float16" else 4, self.group)
         mask_group = 8 if self.struct.startswith("Sparse") else 0

@@ -10,7 +10,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import cuda, native
+from jaxllm.ops.cuda.launch import Rows
 from jaxllm.weights.types.arrays import DTYPES, DenseWeight
 from jaxllm.weights.types.base import (
     ArraySpecs,
@@ -24,6 +25,7 @@ from jaxllm.weights.types.base import (
 )
 
 NAME = "bf16-packed"
+MAX_ESCAPES = 64  # of a row, for a CUDA kernel; at random a row of 4,096 weights has less than one
 
 
 class PackedBf16Weight(WeightBase, struct.PyTreeNode):
@@ -45,6 +47,8 @@ class PackedBf16Weight(WeightBase, struct.PyTreeNode):
     escape_value: jax.Array  # bfloat16 [E]
     columns: int = struct.field(pytree_node=False)  # I
     max_escapes: int = struct.field(pytree_node=False)  # the most escapes in a row
+    # int32 [O + 2 + 2 E], as CUDA kernels read them (`scale` in ops/cuda/csrc/formats.h); or None.
+    cuda_escapes: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,12 +76,38 @@ class PackedBf16Weight(WeightBase, struct.PyTreeNode):
     def matmul(self, x_RI: jax.Array) -> jax.Array:
         return DenseWeight(self.to_dense()).matmul(x_RI)
 
-    def for_accelerator(self) -> jax.Array:
-        """Return the weights unpacked: in its product a GPU would write them out each time."""
-        return self.to_dense()
+    def for_accelerator(self) -> "jax.Array | PackedBf16Weight":
+        """Return the weights unpacked, as in its own product a GPU would write them out each time;
+        but packed if CUDA kernels read them. Those multiply a row's escapes one after the other.
+        """
+        whole = self.ndim == 2 and not (self.shape[0] % 16 or self.columns % 128)
+        if not whole or self.max_escapes > MAX_ESCAPES or not 0 < int(self.base) < 240:
+            return self.to_dense()
+        return self.to_dense() if cuda.find_problem() is not None else self.list_escapes()
 
-    def native_matrix(self) -> native.Matrix:
+    def list_escapes(self) -> "PackedBf16Weight":
+        """Return a matrix with its escapes as CUDA kernels read them."""
+        base, bits = int(self.base), np.asarray(self.escape_value).view(np.uint16).astype(np.int32)
+        packed = (bits & 0x807F) | (np.clip(bits >> 7 & 255, base, base + 15) << 7)
+        escapes = np.stack([np.asarray(self.escape_column), bits << 16 | packed], axis=1)
+        scale = np.array([2.0 ** (base - 118)], np.float32).view(np.int32)
+        parts: list[Any] = [scale, self.escape_begin, escapes.reshape(-1)]
+        return self.replace(cuda_escapes=jax.device_put(np.concatenate(parts)))
+
+    def cuda_matrix(self) -> cuda.Matrix | None:
+        if self.cuda_escapes is None:
+            return None
+        arrays = {"weight": self.sign_mantissa, "zero": self.nibbles, "scale": self.cuda_escapes}
+        return cuda.Matrix(Rows(8, struct="PackedBFloat16"), arrays)
+
+    def native_matrix(self) -> native.Matrix | None:
+        if self.cuda_escapes is not None:
+            return None
         return native.Matrix(native.Kind.PACKED_BF16, jax.tree.leaves(self))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        arrays = super().arrays()
+        return {name: array for name, array in arrays.items() if name != ".cuda_escapes"}
 
     def with_rows(self, index: np.ndarray) -> "PackedBf16Weight":
         return PackedBf16Format().quantize(self.to_dense()[..., index, :])

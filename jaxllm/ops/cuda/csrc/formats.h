@@ -44,7 +44,7 @@ struct Row {
   static constexpr int SPAN = SPAN_SIZE;
   static constexpr int GROUPS = GROUP && GROUP < SPAN ? 2 : 1;  // of a span
   static constexpr int LANE_BYTES = SPAN / 4 * BITS / 8, WORDS = LANE_BYTES / 4;
-  static constexpr bool ROW_SCALE = false, HAS_OFFSETS = false;
+  static constexpr bool ROW_SCALE = false, HAS_OFFSETS = false, HAS_ESCAPES = false;
   static constexpr int SCALE_GROUP = CHUNK == 256 ? 256 : GROUP;  // of `Product::scale`
   static constexpr int ZERO_GROUP = 0;  // columns that share ZERO_BYTES of `Product::zero`
   static constexpr int ZERO_BYTES = 1;
@@ -115,11 +115,42 @@ struct Int4 : Row<4, 128, GROUP_SIZE> {
   }
 };
 
+// bf16 in 12 bits: the row has signs and mantissas, and `zero` nibbles of exponents, where byte j
+// of 64 is of byte j of two units. Bytes 16 j + 8 h of a unit are columns 32 h + 8 j, and so on.
+// The weights / 2^base become numbers below 2. `scale` is for all rows: 2^base / 64, where the
+// escapes of each row begin, and of each escape its column and a pair: what the row has in its
+// place, and the weight.
+struct PackedBFloat16 : Row<8, 128, 0> {
+  struct Scale : Float {
+    static constexpr int BYTES = 0;
+  };
+  static constexpr bool ROW_SCALE = true, HAS_ESCAPES = true;
+  static constexpr int STEP = 2, ZERO_GROUP = 128, ZERO_BYTES = 64;
+  static constexpr int UNROLLED = 1;
+  static DEVICE int place(int chunk) { return (chunk & ~7) + chunk % 4 * 2 + chunk / 4 % 2; }
+  static DEVICE uint4 arrange(uint4 x) { return alternate(x); }
+  static DEVICE uint4 read_zero(const unsigned char* nibbles, int lane, int unit) {
+    const uint4 of = *(const uint4*)(nibbles + lane * 16);
+    const int shift = 4 * unit;
+    return {of.x >> shift, of.y >> shift, of.z >> shift, of.w >> shift};
+  }
+  static DEVICE void unpack(const uint32_t* words, uint4 nibbles, uint32_t* pairs) {
+    const uint32_t of[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
+    JAXLLM_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const uint32_t first = (words[i] << 8 & 0x80008000) | (words[i] & 0x007F007F);
+      const uint32_t second = (words[i] & 0x80008000) | (words[i] >> 8 & 0x007F007F);
+      pairs[2 * i] = first | (of[i] << 7 & 0x07800780) | 0x38003800;  // 2^-15 and up
+      pairs[2 * i + 1] = second | (of[i] >> 1 & 0x07800780) | 0x38003800;
+    }
+  }
+};
+
 // 4-bit NormalFloat: byte j of a block of 64 columns has the codes of columns j and j + 32. Levels
 // are rounded to bf16; a byte of one is selected by three bits of a code, then by the fourth.
 struct Nf4 : Row<4, 128, 64> {
   static constexpr int UNROLLED = 1;
-  static DEVICE int place(int chunk) { return (chunk & ~7) + chunk % 4 * 2 + chunk / 4 % 2; }
+  static DEVICE int place(int chunk) { return PackedBFloat16::place(chunk); }
   // A byte of the levels of four codes, from all sixteen.
   static DEVICE uint32_t look_up(uint32_t codes, uint32_t b0, uint32_t b4, uint32_t b8,
                                  uint32_t b12) {

@@ -70,6 +70,20 @@ struct Finisher {
       if (input_row(e) < p.rows) ahead.read[e] = Epilogue::read_ahead(p, input_row(e), low, high);
     return ahead;
   }
+  // What a row of the weight lacks in what it has been multiplied by.
+  DEVICE float sum_escapes(int m, WeightRow at) const {
+    const uint2* const list = (const uint2*)pick(p.scale, at.weight);
+    const uint2* const escapes = list + pick(p.outputs, at.weight) / 2 + 1;
+    const int* const begin = (const int*)list + 1 + at.row;
+    const int end = read_global(begin + 1);
+    float sum = 0;
+    for (int i = read_global(begin); i < end; i++) {
+      const uint2 escape = read_global(escapes + i);
+      const float lacks = high_float(escape.y) - low_float(escape.y);
+      sum = fmaf(lacks, Prologue::read(p, m, escape.x), sum);
+    }
+    return sum;
+  }
   DEVICE void finish(const Ahead& ahead, int buffer) const {
     if (rows >= 8 * TILES) return;
     const float* at = sums + (buffer * PARTS * TILES + rows / 8) * 128 + place.lane * 4;
@@ -85,8 +99,10 @@ struct Finisher {
       const int m = input_row(e);
       if (m >= p.rows) continue;
       const float factor = Prologue::template factor<TILES>(p, squares, m);
-      const Two scaled = {sum[e] * ahead.scale.low * factor,
-                          sum[2 + e] * ahead.scale.high * factor};
+      Two scaled = {sum[e] * ahead.scale.low, sum[2 + e] * ahead.scale.high};
+      if constexpr (Format::HAS_ESCAPES)
+        scaled = {scaled.low + sum_escapes(m, low), scaled.high + sum_escapes(m, high)};
+      scaled = {scaled.low * factor, scaled.high * factor};
       Epilogue::write(p, m, low, high, scaled, ahead.read[e]);
     }
   }

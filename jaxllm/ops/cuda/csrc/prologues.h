@@ -59,6 +59,10 @@ struct Plain {
   static DEVICE float factor(const Product&, const float*, int) {
     return 1;
   }
+  // A number of x, as it is multiplied.
+  static DEVICE float read(const Product& p, int row, int column) {
+    return read_bf16(p.x, size_t(row) * p.columns + column);
+  }
 };
 
 // x / rms(x) * (norm + offset): x * (norm + offset) is rounded to bf16, and 1 / rms multiplies the
@@ -127,6 +131,10 @@ struct RmsNorm {
     JAXLLM_UNROLL
     for (int part = 0; part < PARTS; part++) sum += squares[part * TILES * 8 + row];
     return 1 / sqrtf(sum / p.columns + p.epsilon);
+  }
+  static DEVICE float read(const Product& p, int row, int column) {
+    const float x = Plain::read(p, row, column);
+    return low_float(round_pair(x * (read_bf16(p.norm, column) + p.offset), 0));
   }
 };
 

@@ -43,8 +43,9 @@ struct GroupValues {
   static constexpr int STAGE = 2 * Format::UNIT * BYTES / GROUP;
   static constexpr int ALIGNED = SEVERAL ? STAGE / 2 : BYTES;
   static constexpr int LANE_BYTES = ALIGNED < 4 ? 4 : ALIGNED;
-  static constexpr int PIECE = LANE_BYTES & -LANE_BYTES, SIZE = 32 * LANE_BYTES;
-  static_assert(PIECE <= 16 && STAGE <= 2 * LANE_BYTES, "two lanes copy a stage");
+  static constexpr int POWER = LANE_BYTES & -LANE_BYTES, PIECE = POWER < 16 ? POWER : 16;
+  static constexpr int SIZE = 32 * LANE_BYTES;
+  static_assert(STAGE <= 2 * LANE_BYTES, "two lanes copy a stage");
 
   const unsigned char* begin;  // of the row's first piece
   int skew, size;              // bytes before its first group, and to the end of its last one
