@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.decoder_block import Block
 from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
-from jaxllm.models.fused_block import FusedBlock, can_fuse
+from jaxllm.models.fused_block import FusedBlock, can_fuse, launch_head
 from jaxllm.models.layers import (
     NO_PARALLEL,
     Angles,
@@ -115,7 +115,9 @@ class Decoder(Model, nn.Module):
         ]
         layers, x = run_blocks(blocks, x, context, self.remat, self.runner)
         norm = site("final_norm", context.gather_tokens(self.final_norm(x)))
-        logits = unembed(c, p, table, select_columns(norm, column_B))
+        logits = self._launch_head(table, select_columns(x, column_B), context)
+        if logits is None:
+            logits = unembed(c, p, table, select_columns(norm, column_B))
         at_BT = position_BT
         if column_B is not None:
             at_BT = jnp.take_along_axis(position_BT, column_B[:, None], axis=1)
@@ -128,6 +130,14 @@ class Decoder(Model, nn.Module):
             return self.block
         params = self.variables["params"][f"{self.layers}.{layer}"]
         return FusedBlock if can_fuse(self.config, self.precision, params, x, context) else Block
+
+    def _launch_head(self, table: Any, x: jax.Array, context: AttentionContext) -> jax.Array | None:
+        """Return the logits from the last layer's output by one launch, if one computes them."""
+        is_plain = type(self).final_norm is Decoder.final_norm and self.runner is None
+        if not is_plain or self.is_initializing():
+            return None
+        params = self.variables["params"]
+        return launch_head(self.config, self.precision, params, table, x, context)
 
     def embed_positions(self, position_BT: jax.Array) -> jax.Array | None:
         """Return the learned embeddings of positions, `[B, T, D]`; None: there are none."""

@@ -2,9 +2,9 @@
 
 A layer is four launches and attention: queries, keys and values of normed rows; the output
 projection, added to the stream; the gated channels of normed rows; and their projection, added too.
-Weights of several formats that multiply the same rows have a launch for each format. Sums are
-rounded where the separate operations round them, but for the norm: its weight multiplies before its
-root does.
+Weights of several formats that multiply the same rows have a launch for each format. The final norm
+and the logits are one launch. Sums are rounded where the separate operations round them, but for
+the norm: its weight multiplies before its root does.
 """
 
 import math
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.models.decoder_block import MLP, Attention, Block
 from jaxllm.models.layers import NO_PARALLEL, AttentionContext, AttentionOutput, Layer
-from jaxllm.models.modules import Linear
+from jaxllm.models.modules import Linear, scale_logits
 from jaxllm.models.sites import SiteRecorder
 from jaxllm.ops import cuda
 from jaxllm.weights.formats import as_weight
@@ -37,21 +37,53 @@ def can_fuse(
     context: AttentionContext,
 ) -> bool:  # fmt: skip
     """Return whether a layer with these parameters can be a `FusedBlock`."""
-    if cuda.find_problem() is not None or not _is_plain(config, precision, context):
+    if cuda.find_problem() is not None or not _is_plain(config):
         return False
     before, _, before_mlp, _ = config.norms
-    attention, mlp, rows = params["self_attn"], params["mlp"], math.prod(x.shape[:-1])
+    attention, mlp = params["self_attn"], params["mlp"]
     norms = [params[name]["weight"] for name in (before, before_mlp)]
-    if any(not isinstance(x, jax.Array) or x.dtype != jnp.bfloat16 for x in norms):
-        return False
     linears = [attention[f"{name}_proj"] for name in "qkvo"]
     linears += [mlp[f"{name}_proj"] for name in ("gate", "up", "down")]
-    weights = [as_weight(linear["weight"]) for linear in linears]
-    return all(cuda.fits((rows, w.shape[1]), [w.cuda_matrix()]) for w in weights)
+    weights = [linear["weight"] for linear in linears]
+    return _can_launch(precision, norms, weights, x, context)
 
 
-def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> bool:
-    """Whether nothing is read, changed or added between the products of a layer."""
+def launch_head(
+    config: Any, precision: Precision, params: Mapping[str, Any], table: Any, x: jax.Array,
+    context: AttentionContext,
+) -> jax.Array | None:  # fmt: skip
+    """Return the logits of rows that the final norm has not seen; None if no launch does both."""
+    if config.score is not None or cuda.find_problem() is not None:
+        return None
+    norm = params["norm"]["weight"]
+    head = table if config.tie_word_embeddings else params["lm_head"]["weight"]
+    if not _can_launch(precision, [norm], [head], x, context):
+        return None
+    norm = cuda.Norm(norm, config.norm_eps, config.norm_weight_offset)
+    return scale_logits(config, _launch(x, [head], dtype=jnp.float32, norm=norm))
+
+
+def _can_launch(
+    precision: Precision, norms: Sequence[Any], weights: Sequence[Any], x: jax.Array,
+    context: AttentionContext,
+) -> bool:  # fmt: skip
+    """Whether kernels take these weights, for as many rows as x has, and these norms; and nothing
+    is read or changed between them.
+    """
+    rows, some = math.prod(x.shape[:-1]), [as_weight(weight) for weight in weights]
+    return (
+        not (precision.overrides or precision.int8_inputs or precision.invariant)
+        and precision.activations == "bfloat16"
+        and not (context.read or context.edits.edits)
+        and context.hooks == NO_PARALLEL
+        and bool(context.segments)  # not in training: a launch has no derivative
+        and all(isinstance(x, jax.Array) and x.dtype == jnp.bfloat16 for x in norms)
+        and all(cuda.fits((rows, w.shape[1]), [w.cuda_matrix()]) for w in some)
+    )
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether nothing is added between the products of a layer."""
     before, after, before_mlp, after_mlp = config.norms
     return (
         None not in (before, before_mlp)
@@ -59,11 +91,6 @@ def _is_plain(config: Any, precision: Precision, context: AttentionContext) -> b
         and config.hidden_act in cuda.ACTIVATIONS
         and config.residual_scale == 1
         and not (config.biases[1] or config.biases[2] or config.gates_attention)
-        and not (precision.overrides or precision.int8_inputs or precision.invariant)
-        and precision.activations == "bfloat16"
-        and not (context.read or context.edits.edits)
-        and context.hooks == NO_PARALLEL
-        and bool(context.segments)  # not in training: a launch has no derivative
     )
 
 

@@ -154,6 +154,11 @@ def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array)
     else:
         head = Linear(config.vocab_size, False, precision, out_dtype="float32", name="lm_head")
         logits = head(x)
+    return scale_logits(config, logits)
+
+
+def scale_logits(config: ModelConfig, logits: jax.Array) -> jax.Array:
+    """Scale and cap the output matrix's products."""
     if config.logits_scale != 1:
         logits = logits * config.logits_scale
     if config.logits_cap is None:

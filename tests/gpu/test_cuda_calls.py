@@ -153,17 +153,18 @@ NORMED, ADDED = "RmsNorm Rounded", "Plain Residual"
         pytest.param(
             "qwen3", {}, [NORMED, ADDED, "RmsNorm Gated<Silu>", ADDED], marks=pytest.mark.more
         ),
+        pytest.param("gemma2", {}, ["Plain Float32"] * 4, marks=pytest.mark.more),
     ],
 )
 def test_step_equals_plain_step(
     launches: list[str], monkeypatch: pytest.MonkeyPatch, family: str,
     formats: Mapping[str, str], layer: list[str],
 ) -> None:  # fmt: skip
-    """A step with kernels: a layer is four launches that do what is between its products. Weights
-    of two formats that multiply the same rows are two.
+    """A step with kernels: a layer is four launches that do what is between its products, and the
+    final norm and the logits are one. Weights of two formats that multiply the same rows are two.
     """
     with_kernels = jax.block_until_ready(_take_step(family, formats))
-    assert launches == [*layer, "Plain Float32"]
+    assert launches == [*layer, "RmsNorm Float32"]
     launches.clear()
     read = jax.block_until_ready(_take_step(family, formats, read=["blocks.0.mlp.pre"]))
     assert set(launches) == {"Plain Float32"}  # layers with sites are not fused
