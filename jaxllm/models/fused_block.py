@@ -154,12 +154,15 @@ class FusedBlock(Block):
 
 def _multiply(x: Normed, weights: Sequence[Any]) -> list[jax.Array]:
     """Return the products of normed rows `[..., I]` with each weight, `[..., O]`."""
-    products = cuda.multiply(_rows(x.x), _matrices(weights), jnp.bfloat16, x.norm)
+    products = cuda.multiply(
+        _rows(x.x), _matrices(weights), jnp.bfloat16, x.norm, cuda.can_start_early()
+    )
     return [y.reshape(*x.x.shape[:-1], -1) for y in products]
 
 
 def _launch(x: jax.Array, weights: Sequence[Any], **options: Any) -> jax.Array:
     """Return the one result of a launch with rows `[..., I]`, `[..., O]`."""
+    options["is_early"] = cuda.can_start_early()
     (y,) = cuda.launch(_rows(x), _matrices(weights), **options)
     return y.reshape(*x.shape[:-1], -1)
 

@@ -7,6 +7,8 @@ trace runs there; what a GPU or a TPU computes in another way is chosen here, wh
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import jax
@@ -58,6 +60,26 @@ _LOOP_OPTIONS = {
 _INTEGER_OPTIONS = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": "True"}
 _INT4, _INT8, _UINT8 = map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint8))
 _NO_TRACE = get_opaque_trace_state(convention="flax")
+_own = ContextVar("_own", default=False)
+
+
+def is_own_program() -> bool:
+    """Whether a `Program` is traced that is in no other program: its arguments are those that the
+    program is given. A function that JAX may have traced before must not ask.
+    """
+    return _own.get()
+
+
+def _mark_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def traced(*args: Any) -> Any:
+        mark = _own.set(True)
+        try:
+            return function(*args)
+        finally:
+            _own.reset(mark)
+
+    return traced
 
 
 class Program:
@@ -70,7 +92,7 @@ class Program:
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         self._plain = jax.jit(function, **options)
         self._for_cuda = [
-            jax.jit(function, **options, compiler_options=chosen)
+            jax.jit(_mark_own(function), **options, compiler_options=chosen)
             for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INTEGER_OPTIONS)
         ]
 

@@ -6,7 +6,8 @@ One decision: weights and inputs are random, so that no file is needed. A row is
 it is measured. `sanitize` runs small checks under compute-sanitizer, where it is; `check` compares
 every format and number of rows with float64, and each row's bits with those of the row alone;
 `products` has microseconds and GB/s of weights that rotate through more than the second-level
-cache, by the kernel and by XLA; `models` runs benchmarks/gpu.py twice for each format.
+cache, by the kernel and by XLA; `models` runs benchmarks/gpu.py without the kernels, with them, and
+with early launches, for each format.
 Example: python scripts/benchmarks/gpu_kernels.py --parts check
 """
 
@@ -24,10 +25,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = "JAXLLM_GPU_KERNELS"
-BLOCK_FORMATS = ("q4_k", "q6_k")  # of 256 columns
+CHUNKS = {"nf4": 128, "bf16-packed": 128, "q4_k": 256, "q5_k": 256, "q6_k": 256}  # of columns
 FORMATS = (
-    *("bfloat16", "int8", "int8-g32-f16", "int4-g64-f16", "int4-g32-zp", "nf4"),
-    *BLOCK_FORMATS,
+    *("bfloat16", "int8", "int8-g32-f16", "int4-g64-f16", "int4-g32-zp"),
+    *("bfloat16-2:4", "int8-2:4"),
+    *CHUNKS,
 )
 LARGEST_ERROR = {"nf4": 5e-3}  # of the largest product: levels are rounded; others 1e-5
 SHAPES = {  # outputs and columns, of TinyLlama's and Llama 7B's layers and heads
@@ -50,20 +52,22 @@ def draw_weight(fmt: str, outputs: int, columns: int, seed: int = 0) -> Any:
     from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
     key, shape = jax.random.key(seed), (outputs, columns)
-    if fmt in BLOCK_FORMATS:  # a search of scales would take minutes
+    if fmt.endswith("_k"):  # a search of scales would take minutes
         block = SUPER_BLOCKS[fmt.upper()]
         bytes_ = jax.random.bits(key, (outputs, columns // 256, block.nbytes), jnp.uint8)
-        halves = np.full((block.halves.stop - block.halves.start) // 2, 1e-3, np.float16)
+        halves = np.full(len(range(block.nbytes)[block.halves]) // 2, 1e-3, np.float16)
         bytes_ = bytes_.at[..., block.halves].set(halves.view(np.uint8)).reshape(outputs, -1)
         return for_accelerator(parse_format(fmt).from_arrays(shape, {".blocks": bytes_}))
-    weight = jax.random.normal(key, shape, jnp.bfloat16)
+    weight = jax.random.normal(key, shape).astype(jnp.bfloat16)
+    if fmt.endswith("2:4"):
+        weight = jnp.where(jnp.arange(columns) % 4 % 3 == 0, weight, jnp.bfloat16(0))
     return weight if fmt == "bfloat16" else for_accelerator(parse_format(fmt).quantize(weight))
 
 
 def list_cases(shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
     """Yield each format with the outputs and columns of the shapes that it has."""
     for fmt, (outputs, columns) in itertools.product(FORMATS, shapes):
-        if fmt not in BLOCK_FORMATS or columns % 256 == 0:
+        if columns % CHUNKS.get(fmt, 1) == 0:
             yield fmt, outputs, columns
 
 
@@ -160,10 +164,12 @@ def sanitize() -> Iterator[str]:
 
 
 def run_models(shapes: Sequence[str], minutes: float) -> Iterator[str]:
-    """Yield the decoding rows of benchmarks/gpu.py without and with the kernels, by format."""
+    """Yield the decoding rows of benchmarks/gpu.py without the kernels, with them, and with early
+    launches, by format.
+    """
     begin = time.monotonic()
     for fmt in ("bfloat16", "int8", "int4-g64-f16"):
-        for switch in "01":
+        for switch in ("0", "1", "early"):
             left = minutes - (time.monotonic() - begin) / 60
             if left <= 0:
                 yield f"{fmt}, {ENV}={switch}: the time was over"
@@ -184,7 +190,7 @@ def run_models(shapes: Sequence[str], minutes: float) -> Iterator[str]:
                 capture_output=True, text=True,
             )  # fmt: skip
             rows = [line for line in done.stdout.splitlines() if " tg" in line]
-            yield from (f"{line} kernels {'on' if switch == '1' else 'off'} |" for line in rows)
+            yield from (f"{line} {ENV}={switch} |" for line in rows)
             if done.returncode:
                 yield done.stderr.strip()[-500:]
 

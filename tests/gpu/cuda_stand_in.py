@@ -47,7 +47,8 @@ class Variant(NamedTuple):
 
 
 def launch_of(variant: Variant) -> Launch:
-    return Launch(variant.cluster, variant.tiles, variant.stages, 1, 0, 0)
+    launch = Launch(variant.cluster, variant.tiles, variant.stages, 1, 0, 0)
+    return launch._replace(is_early=variant.is_early)
 
 
 class Kernels:
@@ -60,9 +61,7 @@ class Kernels:
     def load(self, variant: Variant) -> Any:
         """Return the library of a variant."""
         launch = launch_of(variant)
-        return self.compile(
-            kernel_source(variant.weight, launch, *variant[4:6], is_early=variant.is_early)
-        )
+        return self.compile(kernel_source(variant.weight, launch, *variant[4:6]))
 
     def compile(self, source: str) -> Any:
         """Return the library of a variant's source."""

@@ -3,28 +3,30 @@ for the driver runs the kernels' sources.
 """
 
 import ctypes
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal, jaxprs_in_params
 
 import jaxllm
 from jaxllm.errors import ConfigError
-from jaxllm.ops import cuda, native
+from jaxllm.ops import cuda, flash, native
 from jaxllm.ops.cuda import compiler, driver, nvrtc
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
-from jaxllm.ops.target import trace_for
+from jaxllm.ops.target import Program, trace_for
 from jaxllm.weights.formats import as_weight, for_accelerator, parse_format
 from jaxllm.weights.linear import linears
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Precision
 from scripts.benchmarks import gpu_kernels
 from tests.gpu.cuda_stand_in import Array, Kernels, Product
-from tests.tiny_models import random_model
+from tests.tiny_models import random_model, tokens
 
 MORE = ("bfloat16", "int8", "bf16-packed", "bfloat16-2:4", "int8-2:4", "q4_k", "q5_k", "q6_k")
 LAUNCH = ctypes.CFUNCTYPE(
@@ -44,7 +46,8 @@ def launches(
     if (loaded := native.load_kernels()) is None:
         pytest.skip("the native library was not built")
     kernels = Kernels(tmp_path_factory.mktemp("kernels"))
-    libraries, ways, done, mistakes = list[Any](), list[str](), list[str](), list[str]()
+    libraries, plans, ways = list[Any](), list[Launch](), list[str]()
+    done, mistakes = list[str](), list[str]()
     memory = Array(0, None, 1 << 62)  # all of it, as far as the stand-in looks
 
     @LAUNCH
@@ -54,11 +57,16 @@ def launches(
         anywhere = ctypes.byref(memory)
         if mistake := libraries[kernel - 1].launch(product, grid, shared, 1, anywhere, 1):
             mistakes.append(mistake.decode())
+        attributes = [config.contents.attributes[i].id for i in range(config.contents.count)]
+        plan = plans[kernel - 1]
+        if attributes != [4] * (plan.cluster > 1) + [6] * plan.is_early:  # as in cuda.h
+            mistakes.append(f"attributes {attributes} of {plan}")
         done.append(ways[kernel - 1])
         return 0
 
     def prepare_launch(source: str, launched: Launch) -> dict[str, np.generic]:
         libraries.append(kernels.compile(source))
+        plans.append(launched)
         ways.append(" ".join(re.findall("#define JAXLLM_(?:PRO|EPI)LOGUE (.*)", source)))
         key = compiler.find_key(source, "cpu")
         loaded.jaxllm_cuda_add(ctypes.c_int64(key), ctypes.c_void_p(len(libraries)), launch)
@@ -124,9 +132,9 @@ def test_each_of_a_batch_is_a_row(launches: list[str]) -> None:
     assert len(launches) == 2
 
 
-def _take_step(family: str, formats: Mapping[str, str], **options: Any) -> jax.Array:
-    """Return the logits of a step of a model of one layer. formats: of weights that are no
-    bfloat16, by a part of their path.
+def _tiny_model(family: str, formats: Mapping[str, str]) -> tuple[Any, Any]:
+    """Return a model of one layer. formats: of weights that are no bfloat16, by a part of their
+    path.
     """
     model, params = random_model(
         family, precision=Precision.uniform("bfloat16"), spread=0.1, hidden_size=64,
@@ -137,7 +145,12 @@ def _take_step(family: str, formats: Mapping[str, str], **options: Any) -> jax.A
         fmt = next((formats[part] for part in formats if part in path), None)
         return parse_format(fmt).quantize(x) if fmt else x.astype(jnp.bfloat16)
 
-    params = map_leaves(store, params)
+    return model, map_leaves(store, params)
+
+
+def _take_step(family: str, formats: Mapping[str, str], **options: Any) -> jax.Array:
+    """Return the logits of a step of a tiny model."""
+    model, params = _tiny_model(family, formats)
     cache, token_B = jaxllm.init_cache(model, 2, 16), jnp.array([3, 1])
     return jaxllm.decode_step(model, params, cache, token_B, **options).logits
 
@@ -177,6 +190,71 @@ def test_step_equals_plain_step(
     np.testing.assert_allclose(with_kernels, plain, atol=0.03)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_early_launch_has_same_bits(launches: list[str], rows: int) -> None:
+    """It differs in when it starts, so in what the driver is given; with and without clusters."""
+    matrix = as_weight(_weight("bfloat16", 32, 64)).cuda_matrix()
+    x_RI = jax.random.normal(jax.random.key(0), (rows, 64), jnp.bfloat16)
+    assert matrix is not None
+    late, early = (cuda.launch(x_RI, [matrix], is_early=is_early) for is_early in (False, True))
+    np.testing.assert_array_equal(jax.block_until_ready(late), early)
+    assert len(launches) == 2
+
+
+def _find_early(jaxpr: Any, arguments: Iterable[Any], found: list[tuple[bool, bool]]) -> None:
+    """Add for each launch whether it is early, and whether its weights are the program's arguments.
+
+    arguments: the variables of `jaxpr` that are.
+    """
+    arguments = set(arguments)
+    for eqn in jaxpr.eqns:
+        given = [not isinstance(x, Literal) and x in arguments for x in eqn.invars]
+        if eqn.params.get("target_name") == cuda.TARGET:
+            attributes = dict(eqn.params["attributes"])
+            names = (cuda.POINTERS[i] for i in attributes["places"].val)
+            read = zip(given, names, strict=False)  # results come last
+            weights = [x for x, name in read if name[:-1] in ("weight", "scale", "zero")]
+            found.append((bool(attributes["early"]), all(weights)))
+        for inner in jaxprs_in_params(eqn.params):
+            skipped = len(eqn.invars) - len(inner.invars)  # an index, or what a condition reads
+            _find_early(inner, itertools.compress(inner.invars, given[skipped:]), found)
+
+
+@pytest.mark.more
+def test_weights_of_early_launches_are_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If asked for, launches in layers are early in programs of ours that are in no other one: no
+    kernel of those writes weights.
+    """
+    programs, choose = list[tuple[Program, Any]](), Program.choose
+
+    def record(program: Program, args: Any) -> Any:
+        shapes = jax.tree.map(lambda x: jax.typeof(x) if isinstance(x, jax.Array) else x, args)
+        programs.append((program, shapes))
+        return choose(program, args)
+
+    monkeypatch.setattr(flash, "find_problem", lambda: "off")
+    monkeypatch.setattr(Program, "choose", record)
+    model, params = _tiny_model("llama", {"k_proj": "int8"})
+    jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=4)
+    request = jaxllm.Request(id=0, prompt=[3, 4], max_new_tokens=3)
+    assert list(jaxllm.serve(model, params, [request], rows=2, capacity=16))
+
+    def find(mode: str, jitted: Callable[..., Any]) -> list[tuple[bool, bool]]:
+        found = list[tuple[bool, bool]]()
+        monkeypatch.setenv(cuda.ENV, mode)
+        with trace_for("cuda"):
+            for program, args in programs:
+                jaxpr = jitted(program, args).trace(*args).jaxpr.jaxpr
+                _find_early(jaxpr, jaxpr.invars, found)
+        return found
+
+    early = [are_arguments for is_early, are_arguments in find("early", choose) if is_early]
+    assert len(early) >= 12 and all(early)  # two loops of a layer and the logits
+    nested = find("early", lambda program, args: program._plain)
+    assert len(nested) >= 12 and not any(is_early for is_early, _ in nested)
+    assert not any(is_early for is_early, _ in find("1", choose))
+
+
 def test_fields_are_those_of_the_kernels() -> None:
     """The host fills the struct that the kernels read, field by field."""
     text = (compiler.SOURCES / "arguments.h").read_text()
@@ -203,7 +281,7 @@ def test_kernel_compiles_without_a_gpu() -> None:
     """NVRTC finds the sources and makes an ELF file of the kernel's machine code."""
     launch = plan_launch(Rows(4, 64), 1, 2048, 2048, Card(132, 232448, (9, 0)))
     assert launch is not None
-    source = kernel_source(Rows(4, 64), launch, "Plain", "Float32", is_early=False)
+    source = kernel_source(Rows(4, 64), launch, "Plain", "Float32")
     code = compiler.compile_kernel(source, "sm_90a")
     assert code.startswith(b"\x7fELF") and b"jaxllm_product" in code
     with pytest.raises(ConfigError, match="JAXLLM_GPU_KERNELS=0 does without"):
@@ -212,14 +290,15 @@ def test_kernel_compiles_without_a_gpu() -> None:
 
 @pytest.mark.more
 def test_benchmark_checks_and_times(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows, of what would be run on a GPU; a wrong kernel ends the run."""
+    """Its rows, of all formats, for what would be run on a GPU; a wrong kernel ends the run."""
     monkeypatch.setenv(cuda.ENV, "1")
     monkeypatch.setattr(gpu_kernels, "ROWS", (1, 3))
-    monkeypatch.setattr(gpu_kernels, "FORMATS", ("int8", "q6_k"))
     monkeypatch.setattr(gpu_kernels, "CACHE_BYTES", 1)
-    rows = list(gpu_kernels.check([(32, 64), (32, 256)]))
-    assert [row.split(" | ")[2] for row in rows] == ["1", "3"] * 3
+    rows = list(gpu_kernels.check([(32, 256)]))
+    cases = itertools.product(gpu_kernels.FORMATS, ("1", "3"))
+    assert [tuple(row.strip("| ").split(" | ")[::2][:2]) for row in rows] == list(cases)
     assert all(row.endswith("True |") for row in rows)
+    monkeypatch.setattr(gpu_kernels, "FORMATS", ("int8",))
     assert len(list(gpu_kernels.time_products([(32, 64)]))) == 2
     wrong = lambda x, weight: 1.01 * linears(x, [(weight, None)])[0]  # noqa: E731
     monkeypatch.setattr(gpu_kernels, "multiply", wrong)

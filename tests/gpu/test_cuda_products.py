@@ -335,9 +335,9 @@ def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
     cluster = 8 if int(arch.rstrip("a")) >= 90 else 1
     weights = Rows(16), Rows(8), Rows(4, 32), Rows(4, 128, "float16", True), *SUPER.values()
     for weight, tiles in itertools.product(weights, (1, 2, 8)):
-        launch = Launch(cluster, tiles, 3, 1, 0, 0)
+        launch = Launch(cluster, tiles, 3, 1, 0, 0, is_early=True)
         source = tmp_path / "variant.cu"
-        source.write_text(kernel_source(weight, launch, "RmsNorm", "Gated<Silu>", True))
+        source.write_text(kernel_source(weight, launch, "RmsNorm", "Gated<Silu>"))
         command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin", "-I", CSRC]
         done = subprocess.run(
             [*command, source, "-o", tmp_path / "variant"], capture_output=True, text=True

@@ -2,7 +2,8 @@
 
 They read weights as they are stored, for up to `MAX_ROWS` rows of bfloat16, with float32 sums in
 one order: a row's bits do not depend on the other rows. JAXLLM_GPU_KERNELS=1 turns them on, for
-NVIDIA cards from the A100 on; whatever they do not multiply runs as without them.
+NVIDIA cards from the A100 on; whatever they do not multiply runs as without them. What `early` adds
+is in `can_start_early`.
 """
 
 import os
@@ -18,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxllm.ops import native
 from jaxllm.ops.cuda import compiler, driver, nvrtc
 from jaxllm.ops.cuda.launch import Card, Launch, Rows, kernel_source, plan_launch
-from jaxllm.ops.target import target
+from jaxllm.ops.target import is_own_program, target
 
-ENV = "JAXLLM_GPU_KERNELS"
+ENV, EARLY = "JAXLLM_GPU_KERNELS", "early"
 TARGET, PLATFORM = "jaxllm_cuda_product", "cuda"
 # By bits of a weight: an H100 was no faster with more rows than XLA's products.
 MAX_ROWS = {16: 8, 8: 32, 4: 64}
@@ -56,7 +57,7 @@ class Matrix(NamedTuple):
 
 def find_problem() -> str | None:
     """Return why programs do without the kernels; None if they have them."""
-    if os.environ.get(ENV, "0") != "1":
+    if os.environ.get(ENV, "0") not in ("1", EARLY):
         return f"no card has measured them yet ({ENV}=1 turns them on)"
     if target() != "cuda":
         return "there is no NVIDIA GPU"
@@ -67,6 +68,19 @@ def find_problem() -> str | None:
     if is_present() and driver.load_driver() is None:
         return "the driver is older than CUDA 12"
     return None if card().capability >= (8, 0) else "the card is older than the A100"
+
+
+def can_start_early() -> bool:
+    """Return whether launches may read parameters of a model while the kernel before still runs.
+
+    That is an experiment (JAXLLM_GPU_KERNELS=early), for cards from the H100 on. No kernel that may
+    still run can have written the parameters, as they are arguments of the program: a program of
+    jaxllm's own that is in no other one (`is_own_program`) does not compute any. Nor can a kernel
+    of an earlier program: the embeddings come first, by a kernel of XLA's, which never starts
+    before all others have ended.
+    """
+    early = os.environ.get(ENV) == EARLY and is_own_program()
+    return early and card().capability >= (9, 0)
 
 
 def is_present() -> bool:
@@ -124,6 +138,7 @@ def multiply(
     matrices: Sequence[Matrix],
     dtype: DTypeLike = jnp.float32,
     norm: Norm | None = None,
+    is_early: bool = False,
 ) -> list[jax.Array]:
     """Return `x @ weight.T` of each weight, `[R, O]`, for weights that `takes` approves of.
 
@@ -134,7 +149,7 @@ def multiply(
         same = [i for i in left if matrices[i].format == matrices[left[0]].format]
         parts = (same[:n] for n in range(MAX_WEIGHTS, 0, -1))
         some = next(x for x in parts if _plan(x_RI.shape, [matrices[i] for i in x]) is not None)
-        together = launch(x_RI, [matrices[i] for i in some], dtype, norm=norm)
+        together = launch(x_RI, [matrices[i] for i in some], dtype, norm=norm, is_early=is_early)
         products.update(zip(some, together, strict=True))
         left = [i for i in left if i not in products]
     return [products[i] for i in range(len(matrices))]
@@ -148,6 +163,7 @@ def launch(
     norm: Norm | None = None,
     residual_RO: jax.Array | None = None,
     activation: str | None = None,
+    is_early: bool = False,
 ) -> list[jax.Array]:
     """Multiply in one launch, and do what comes before and after it in the same.
 
@@ -159,10 +175,12 @@ def launch(
         residual_RO: Is added to the product of one weight.
         activation: A name of `ACTIVATIONS`. The one result of two weights is that of the first,
             times the product of the second.
+        is_early: Whether `can_start_early` permits it.
     """
     prologue = "Plain" if norm is None else "RmsNorm"
     plan = _plan(x_RI.shape, matrices)
     assert plan is not None
+    plan = plan._replace(is_early=is_early)
     (rows, columns), form = x_RI.shape, matrices[0].format
     fields: dict[str, Any] = {"x": x_RI}
     numbers: dict[str, Any] = {"rows": rows, "columns": columns}
@@ -180,7 +198,7 @@ def launch(
     written = matrices[:1] if activation is not None else matrices
     places = [*fields, *(f"y{i}" for i in range(len(written)))]
     out = [jax.ShapeDtypeStruct((rows, x.outputs), dtype) for x in written]
-    source = kernel_source(form, plan, prologue, epilogue, is_early=False)
+    source = kernel_source(form, plan, prologue, epilogue)
     call = jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")
     return list(
         call(
@@ -220,7 +238,7 @@ def describe_launch(key: int, launch: Launch, grid: int) -> dict[str, np.generic
         "grid": np.int32(grid),
         "cluster": np.int32(launch.cluster),
         "shared_bytes": np.int32(launch.shared_bytes),
-        "early": np.bool_(False),
+        "early": np.bool_(launch.is_early),
     }
 
 

@@ -87,6 +87,9 @@ class Launch(NamedTuple):
     grid: int  # blocks, a multiple of `cluster`
     shared_bytes: int  # of a block
     threads: int = _THREADS
+    # Whether weights are read before the kernels before have ended, none of which may have written
+    # them.
+    is_early: bool = False
 
     def capped_grid(self, active_clusters: int) -> int:
         """Return the grid if only so many clusters run at once: the others would run after them."""
@@ -141,18 +144,14 @@ def _alternatives(cluster: int, stages: int, has_clusters: bool) -> Iterator[tup
     yield from ((chosen, 2) for chosen in clusters if stages > 2)
 
 
-def kernel_source(
-    weight: Rows, launch: Launch, prologue: str, epilogue: str, is_early: bool
-) -> str:
+def kernel_source(weight: Rows, launch: Launch, prologue: str, epilogue: str) -> str:
     """Return the C++ source of a variant, for a compiler that finds csrc.
 
     Args:
         weight: The weight's format.
-        launch: Cluster, tiles and stages.
+        launch: Cluster, tiles, stages, and whether it is early.
         prologue: `Plain` or `RmsNorm` (csrc/prologues.h).
         epilogue: `Float32`, `Rounded`, `Residual` or `Gated<...>` (csrc/epilogues.h).
-        is_early: Whether weights are read before the kernels before have ended, none of which may
-            have written them.
     """
     macros = {
         "FORMAT": weight.source,
@@ -161,7 +160,7 @@ def kernel_source(
         "STAGES": launch.stages,
         "PROLOGUE": prologue,
         "EPILOGUE": epilogue,
-        "EARLY": int(is_early),
+        "EARLY": int(launch.is_early),
     }
     lines = [f"#define JAXLLM_{name} {value}" for name, value in macros.items()]
     return "\n".join([*lines, '#include "kernel.cu"', ""])
