@@ -93,15 +93,15 @@ class Program:
         self._plain = jax.jit(function, **options)
         self._for_cuda = [
             jax.jit(_mark_own(function), **options, compiler_options=chosen)
-            for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INTEGER_OPTIONS)
+            for chosen in (_LOOP_OPTIONS, _LOOP_OPTIONS | _INTEGER_OPTIONS, {})
         ]
 
     def choose(self, args: tuple[Any, ...]) -> Any:
         """Return the jitted function for these arguments."""
-        if target() != "cuda" or os.environ.get("JAXLLM_GPU_OPTIONS") == "0":
+        if target() != "cuda" or get_opaque_trace_state(convention="flax") != _NO_TRACE:
             return self._plain
-        if get_opaque_trace_state(convention="flax") != _NO_TRACE:
-            return self._plain
+        if os.environ.get("JAXLLM_GPU_OPTIONS") == "0":
+            return self._for_cuda[2]
         dtypes = {getattr(x, "dtype", None) for x in jax.tree.leaves(args)}
         # Levels of nf4, in bytes, take more kernels with these options.
         return self._for_cuda[_INT4 in dtypes or (_INT8 in dtypes and _UINT8 not in dtypes)]

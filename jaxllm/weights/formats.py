@@ -150,8 +150,8 @@ def as_format(weight: Weight, name: str) -> Weight:
 
 
 def for_accelerator(params: Any) -> Any:
-    """Return parameters in the forms that a GPU or TPU multiplies: of 4 bits as XLA's int4, GGUF's
-    blocks as integers, packed bfloat16 unpacked.
+    """Return parameters in the forms that a GPU or TPU multiplies: of 4 bits as XLA's int4; if CUDA
+    kernels do not read them, GGUF's blocks as integers, and packed bfloat16 unpacked.
     """
 
     def has_form(node: Any) -> bool:

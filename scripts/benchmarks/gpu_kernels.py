@@ -6,8 +6,8 @@ One decision: weights and inputs are random, so that no file is needed. A row is
 it is measured. `sanitize` runs small checks under compute-sanitizer, where it is; `check` compares
 every format and number of rows with float64, and each row's bits with those of the row alone;
 `products` has microseconds and GB/s of weights that rotate through more than the second-level
-cache, by the kernel and by XLA; `models` runs benchmarks/gpu.py without the kernels, with them, and
-with early launches, for each format.
+cache, by the kernel and by XLA; `models` runs benchmarks/gpu.py for some formats and each of
+`MODES`.
 Example: python scripts/benchmarks/gpu_kernels.py --parts check
 """
 
@@ -36,6 +36,16 @@ SHAPES = {  # outputs and columns, of TinyLlama's and Llama 7B's layers and head
     "small": [(256, 264), (256, 768)],
     "tinyllama": [(2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632), (32000, 2048)],
     "7b": [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)],
+}
+MODES = {
+    "off": {ENV: "0"},
+    "on": {ENV: "1"},
+    "early": {ENV: "early"},
+    # XLA captures each launch by itself, so in its graphs no kernel may start early.
+    "early, no graphs": {
+        **{ENV: "early", "JAXLLM_GPU_OPTIONS": "0"},
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=",
+    },
 }
 ROWS = (1, 8, 16, 32, 64)
 CACHE_BYTES = 300 << 20  # of weights that are read before the first is read again
@@ -164,15 +174,13 @@ def sanitize() -> Iterator[str]:
 
 
 def run_models(shapes: Sequence[str], minutes: float) -> Iterator[str]:
-    """Yield the decoding rows of benchmarks/gpu.py without the kernels, with them, and with early
-    launches, by format.
-    """
+    """Yield the decoding rows of benchmarks/gpu.py by format and mode."""
     begin = time.monotonic()
     for fmt in ("bfloat16", "int8", "int4-g64-f16"):
-        for switch in ("0", "1", "early"):
+        for mode, settings in MODES.items():
             left = minutes - (time.monotonic() - begin) / 60
             if left <= 0:
-                yield f"{fmt}, {ENV}={switch}: the time was over"
+                yield f"{fmt}, kernels {mode}: the time was over"
                 continue
             command = [sys.executable, str(ROOT / "scripts/benchmarks/gpu.py"), "--no-peers"]
             command += [
@@ -184,13 +192,13 @@ def run_models(shapes: Sequence[str], minutes: float) -> Iterator[str]:
                 "--rows",
                 "256",
             ]
-            environment = {**os.environ, ENV: switch}
+            environment = {**os.environ, **settings}
             done = subprocess.run(
                 [*command, "--minutes", f"{left:.2f}"], env=environment, cwd=ROOT,
                 capture_output=True, text=True,
             )  # fmt: skip
             rows = [line for line in done.stdout.splitlines() if " tg" in line]
-            yield from (f"{line} {ENV}={switch} |" for line in rows)
+            yield from (f"{line} kernels {mode} |" for line in rows)
             if done.returncode:
                 yield done.stderr.strip()[-500:]
 

@@ -253,6 +253,8 @@ def test_weights_of_early_launches_are_arguments(monkeypatch: pytest.MonkeyPatch
     nested = find("early", lambda program, args: program._plain)
     assert len(nested) >= 12 and not any(is_early for is_early, _ in nested)
     assert not any(is_early for is_early, _ in find("1", choose))
+    monkeypatch.setenv("JAXLLM_GPU_OPTIONS", "0")
+    assert len(early) == sum(is_early for is_early, _ in find("early", choose))
 
 
 def test_fields_are_those_of_the_kernels() -> None:

@@ -333,7 +333,7 @@ def test_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
     enough for two blocks of up to 16 rows at once.
     """
     cluster = 8 if int(arch.rstrip("a")) >= 90 else 1
-    weights = Rows(16), Rows(8), Rows(4, 32), Rows(4, 128, "float16", True), *SUPER.values()
+    weights = Rows(16), Rows(8), Rows(4, 32), Rows(4, 128, "float16", True), PACKED, *SUPER.values()
     for weight, tiles in itertools.product(weights, (1, 2, 8)):
         launch = Launch(cluster, tiles, 3, 1, 0, 0, is_early=True)
         source = tmp_path / "variant.cu"
