@@ -208,6 +208,7 @@ def test_residual_is_added(kernels: Kernels, cluster: int) -> None:
         (Rows(16), 1, "Silu"),
         pytest.param(Rows(16), 8, "GeluTanh", marks=pytest.mark.more),
         pytest.param(PACKED, 8, "GeluTanh", marks=pytest.mark.more),
+        pytest.param(SUPER["Q6_K"], 2, "Silu", marks=pytest.mark.more),
     ],
 )
 def test_gate_and_up_follow_norm(

@@ -23,7 +23,8 @@ from jaxllm.ops.target import is_own_program, target
 
 ENV, EARLY = "JAXLLM_GPU_KERNELS", "early"
 TARGET, PLATFORM = "jaxllm_cuda_product", "cuda"
-# By bits of a weight: an H100 was no faster with more rows than XLA's products.
+# By bits of a weight that XLA reads as it is stored: with more rows an H100 was no faster than by
+# XLA's products. Others may have as many rows as kernels take.
 MAX_ROWS = {16: 8, 8: 32, 4: 64}
 # The fields of `Product` in csrc/arguments.h: pointers, and then numbers of 32 bits.
 POINTERS = (
@@ -118,7 +119,9 @@ def _plan(shape: tuple[int, ...], matrices: Sequence[Matrix]) -> Launch | None:
     """Return how one launch multiplies rows of this shape by weights; None if none does."""
     (rows, columns), form = shape, matrices[0].format
     outputs = [matrix.outputs for matrix in matrices]
-    if rows > MAX_ROWS[form.bits] or len(matrices) > MAX_WEIGHTS or any(n % 16 for n in outputs):
+    if not form.struct and rows > MAX_ROWS[form.bits]:
+        return None
+    if len(matrices) > MAX_WEIGHTS or any(n % 16 for n in outputs):
         return None
     if any(matrix.format != form for matrix in matrices):
         return None
