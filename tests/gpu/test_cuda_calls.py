@@ -155,19 +155,18 @@ def _take_step(family: str, formats: Mapping[str, str], **options: Any) -> jax.A
     return jaxllm.decode_step(model, params, cache, token_B, **options).logits
 
 
-NORMED, ADDED = "RmsNorm Rounded", "Plain Residual"
+NORMED, GATED, ADDED = "RmsNorm Rounded", "RmsNorm Gated<Silu>", "Plain Residual"
+LAYERS = [  # family, formats, and the launches of a layer
+    ("llama", {"k_proj": "int8"}, [NORMED, NORMED, ADDED, GATED, ADDED]),
+    ("llama", {"up_proj": "int8"}, [NORMED, ADDED, NORMED, NORMED, ADDED]),
+    ("qwen3", {}, [NORMED, ADDED, GATED, ADDED]),
+    ("gemma2", {}, ["Plain Float32"] * 4),
+]
 
 
 @pytest.mark.parametrize(
     ("family", "formats", "layer"),
-    [
-        ("llama", {}, [NORMED, ADDED, "RmsNorm Gated<Silu>", ADDED]),
-        ("llama", {"k_proj": "int8", "up_proj": "int8"}, [NORMED, NORMED, ADDED] * 2),
-        pytest.param(
-            "qwen3", {}, [NORMED, ADDED, "RmsNorm Gated<Silu>", ADDED], marks=pytest.mark.more
-        ),
-        pytest.param("gemma2", {}, ["Plain Float32"] * 4, marks=pytest.mark.more),
-    ],
+    [LAYERS[0], *(pytest.param(*case, marks=pytest.mark.more) for case in LAYERS[1:])],
 )
 def test_step_equals_plain_step(
     launches: list[str], monkeypatch: pytest.MonkeyPatch, family: str,
@@ -211,8 +210,8 @@ def _find_early(jaxpr: Any, arguments: Iterable[Any], found: list[tuple[bool, bo
         given = [not isinstance(x, Literal) and x in arguments for x in eqn.invars]
         if eqn.params.get("target_name") == cuda.TARGET:
             attributes = dict(eqn.params["attributes"])
-            names = (cuda.POINTERS[i] for i in attributes["places"].val)
-            read = zip(given, names, strict=False)  # results come last
+            places = getattr(attributes["places"], "val", attributes["places"])
+            read = zip(given, (cuda.POINTERS[i] for i in places), strict=False)  # results are last
             weights = [x for x, name in read if name[:-1] in ("weight", "scale", "zero")]
             found.append((bool(attributes["early"]), all(weights)))
         for inner in jaxprs_in_params(eqn.params):

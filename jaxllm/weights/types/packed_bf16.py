@@ -81,9 +81,11 @@ class PackedBf16Weight(WeightBase, struct.PyTreeNode):
         but packed if CUDA kernels read them. Those multiply a row's escapes one after the other.
         """
         whole = self.ndim == 2 and not (self.shape[0] % 16 or self.columns % 128)
-        if not whole or self.max_escapes > MAX_ESCAPES or not 0 < int(self.base) < 240:
-            return self.to_dense()
-        return self.to_dense() if cuda.find_problem() is not None else self.list_escapes()
+        few = self.max_escapes <= MAX_ESCAPES
+        # Without 0 and infinity: the kernels' exponents are others.
+        if cuda.find_problem() is None and whole and few and 0 < int(self.base) < 240:
+            return self.list_escapes()
+        return self.to_dense()
 
     def list_escapes(self) -> "PackedBf16Weight":
         """Return a matrix with its escapes as CUDA kernels read them."""
