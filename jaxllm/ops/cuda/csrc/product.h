@@ -65,16 +65,23 @@ struct Finisher {
       scale = (const char*)pick(p.scale, high.weight);
       ahead.scale.high = INTEGER_SCALE * Scale::read(scale + high.row * Scale::BYTES);
     }
+    if constexpr (Format::HAS_ESCAPES) {
+      prefetch_global(find_escapes(low));
+      prefetch_global(find_escapes(high));
+    }
     JAXLLM_UNROLL
     for (int e = 0; e < 2; e++)
       if (input_row(e) < p.rows) ahead.read[e] = Epilogue::read_ahead(p, input_row(e), low, high);
     return ahead;
   }
+  // Where the escapes of a row of the weight begin, and then those of the next.
+  DEVICE const int* find_escapes(WeightRow at) const {
+    return (const int*)pick(p.scale, at.weight) + 1 + at.row;
+  }
   // What a row of the weight lacks in what it has been multiplied by.
   DEVICE float sum_escapes(int m, WeightRow at) const {
-    const uint2* const list = (const uint2*)pick(p.scale, at.weight);
-    const uint2* const escapes = list + pick(p.outputs, at.weight) / 2 + 1;
-    const int* const begin = (const int*)list + 1 + at.row;
+    const int* const begin = find_escapes(at);
+    const uint2* const escapes = (const uint2*)(begin + 1 + pick(p.outputs, at.weight) - at.row);
     const int end = read_global(begin + 1);
     float sum = 0;
     for (int i = read_global(begin); i < end; i++) {
