@@ -27,7 +27,10 @@ import numpy as np
 
 import jaxllm
 from jaxllm.compress.calibration import from_samples
-from jaxllm.compress.methods.observers import (
+from jaxllm.compress.pipeline import compress, initial_state
+from jaxllm.compress.report import StepEvaluator
+from jaxllm.evaluate.likelihood.data import loader
+from jaxllm.research.static_inputs.observers import (
     QRange,
     fake_quantize,
     find_qparams,
@@ -35,9 +38,6 @@ from jaxllm.compress.methods.observers import (
     observe,
     quantize,
 )
-from jaxllm.compress.pipeline import compress, initial_state
-from jaxllm.compress.report import StepEvaluator
-from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.weights.formats import as_format, to_dense
 
 plt.rcParams["figure.dpi"] = 110

@@ -24,7 +24,7 @@ from jaxllm.weights.types import mxfp4
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.block_weight import BLOCK_TYPES, fits_in_place
-from jaxllm.weights.types.int_weight import OFFSET, IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 from jaxllm.weights.types.super_blocks import SUPER_BLOCKS
 
 _EIGHT, _FOUR = (IntFormat(bits, BLOCK_SIZE, scale_dtype="float16") for bits in (8, 4))
@@ -65,7 +65,7 @@ class LeafRecipe(NamedTuple):
 
 
 def _with_offset(integer: IntFormat) -> IntFormat:
-    return dataclasses.replace(integer, variant=OFFSET)
+    return dataclasses.replace(integer, has_offset=True)
 
 
 _FOUR_UP = IntFormat(4, BLOCK_SIZE, zero_point=True)  # codes from 0; the offset does the rest

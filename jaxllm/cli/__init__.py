@@ -29,6 +29,7 @@ from jaxllm.cli.usage import describe_error
 from jaxllm.errors import ConfigError, JaxllmError, LargerWeightsWarning, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.device_memory import describe_full_memory
+from jaxllm.runtime.plugins import find_plugins
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -48,9 +49,7 @@ def further_commands() -> dict[str, "EntryPoint"]:
 
     With DISTRIBUTED = True in it, several processes can run it together.
     """
-    from importlib.metadata import entry_points  # takes longer than a command's own imports
-
-    return {entry.name: entry for entry in entry_points(group="jaxllm.commands")}
+    return find_plugins("commands")
 
 
 def import_command(name: str) -> ModuleType:

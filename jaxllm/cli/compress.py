@@ -187,8 +187,8 @@ def _read_document(option: str, value: str | Path) -> Document:
 def _list_steps(requested: bool) -> None:
     if requested:
         with spinner("starting"):
-            from jaxllm.compress.registry import STEPS
-        for step in STEPS:
+            from jaxllm.compress.registry import find_steps
+        for step in find_steps():
             wants = " (needs calibration data)" if step.needs_calibration else ""
             write(f"{step.usage}\n    {step.help}{wants}\n")
         raise typer.Exit
@@ -295,11 +295,12 @@ def compress(
 def _read_recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
     """Return the recipe of a file or of flags. Raises ConfigError unless exactly one is given."""
     from jaxllm.compress.recipe import parse_lines, read_recipe
-    from jaxllm.compress.registry import STEPS
+    from jaxllm.compress.registry import find_steps
 
     if (file is None) == (not steps):
         raise ConfigError('give either --recipe FILE or --step "verb: method ..."')
-    return parse_lines(steps or [], STEPS, "--step") if file is None else read_recipe(file, STEPS)
+    table = find_steps()
+    return parse_lines(steps or [], table, "--step") if file is None else read_recipe(file, table)
 
 
 def _make_eval_loader(

@@ -67,7 +67,7 @@ def _divide_rows(leaf: Weight, scale_I: jax.Array) -> Weight:
     """Divide a vector's elements, or a matrix's last rows, by a scale each."""
     scale = jnp.pad(scale_I, (leaf.shape[0] - len(scale_I), 0), constant_values=1.0)
     if isinstance(leaf, IntWeight):  # scaling a row does not change how it rounds
-        rows = ("scale", "offset", "second_scale", "row_sum")
+        rows = ("scale", "offset", "second_scale")
         scaled = {name: x for name in rows if (x := getattr(leaf, name)) is not None}
         return leaf.replace(**{name: _divide_rows(x, scale_I) for name, x in scaled.items()})
     by = scale if leaf.ndim == 1 else scale[:, None]

@@ -23,7 +23,7 @@ from jaxllm.compress.recipe import (
     parse_lines,
     shapes_by_path,
 )
-from jaxllm.compress.registry import STEPS
+from jaxllm.compress.registry import find_steps
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.runtime import signals
@@ -74,7 +74,7 @@ def compress(
     """
     if isinstance(steps, str) or not all(isinstance(line, str) for line in steps):
         raise ConfigError(f"recipe has the wrong type: got {steps!r:.60}, expected a list of lines")
-    recipe = parse_lines(steps, STEPS)
+    recipe = parse_lines(steps, find_steps())
     check_applicable(lm, recipe, has_calibration=calibration is not None, allow_repeat=allow_repeat)
     state = initial_state(lm)
     store = store or TensorStore()

@@ -1,4 +1,7 @@
-"""The table of methods that a line of a recipe can name."""
+"""The table of methods that a line of a recipe can name.
+
+Packages add rows by entry points of the group `jaxllm.compress_methods`.
+"""
 
 from jaxllm.compress.methods import (
     awq,
@@ -10,18 +13,17 @@ from jaxllm.compress.methods import (
     rtn,
     smoothquant,
     sparsegpt,
-    static_activations,
     structured_pruning,
     wanda,
 )
 from jaxllm.compress.recipe import StepSpec
+from jaxllm.runtime.plugins import load_plugins
 
 STEPS: tuple[StepSpec, ...] = (
     rtn.STEP,
     gptq.STEP,
     awq.STEP,
     smoothquant.STEP,
-    static_activations.STEP,
     formats.DYNAMIC_INPUTS,
     magnitude.STEP,
     wanda.STEP,
@@ -34,3 +36,8 @@ STEPS: tuple[StepSpec, ...] = (
     structured_pruning.CHANNELS,
     formats.STORE,
 )
+
+
+def find_steps() -> tuple[StepSpec, ...]:
+    """Return the rows of this table and those of other packages."""
+    return (*STEPS, *load_plugins("compress_methods"))

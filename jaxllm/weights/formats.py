@@ -22,7 +22,9 @@ Composite formats name the format of their inner weight after a slash:
 ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
 offset/int4-g32-zp-f16         a float offset per group (GGUF's Q4_1, Q5_1)
 rank64/int8                    two factors of rank 64 (see `types/low_rank.py`)
-static/int8                    inputs are quantized on a calibrated grid
+
+Packages add types by entry points of the group `jaxllm.weight_types`, imported when a name is none
+of these: a module with NAMES of its formats, and a `parse` as in `COMPOSITE_PARSERS`.
 """
 
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
+from jaxllm.runtime.plugins import load_plugins
 from jaxllm.weights.types import (
     arrays,
     block_weight,
@@ -72,6 +75,9 @@ def parse_format(name: Any) -> Format:
                 return format
         for parse_composite in COMPOSITE_PARSERS:
             if (format := parse_composite(name, parse_format)) is not None:
+                return format
+        for module in load_plugins("weight_types"):
+            if (format := module.parse(name, parse_format)) is not None:
                 return format
     raise ConfigError(
         f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"

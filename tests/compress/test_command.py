@@ -125,10 +125,10 @@ def test_invalid_arguments_are_refused_before_work(
 def test_list_option_prints_every_step(run: Run) -> None:
     status, out, _ = run("compress", "--list")
     assert status == 0
-    assert out.splitlines()[::2] == [step.usage for step in registry.STEPS]
+    assert out.splitlines()[::2] == [step.usage for step in registry.find_steps()]
     assert "prune: wanda N:M|SHARE% [on=" in out
     assert out.count("(needs calibration data)") == sum(
-        step.needs_calibration for step in registry.STEPS
+        step.needs_calibration for step in registry.find_steps()
     )
 
 

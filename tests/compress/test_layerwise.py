@@ -15,8 +15,8 @@ from jaxllm.compress import calibration
 from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
 from jaxllm.compress.methods.awq import search_scale
 from jaxllm.compress.recipe import ModelState, StepContext, parse_line
-from jaxllm.compress.registry import STEPS
-from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.compress.registry import find_steps
+from jaxllm.errors import NonFiniteError
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_weight import IntWeight, parse
@@ -46,7 +46,7 @@ def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
 
 def run_step(lm: jaxllm.LM, line: str, rows: Any, subject: ModelState | None = None) -> ModelState:
     """Run a step of a recipe on a model, or on the state that another step has left."""
-    read = parse_line(line, STEPS)
+    read = parse_line(line, find_steps())
     subject = subject or ModelState(lm.config, lm.params, lm.model.precision)
     return read.step.run(
         StepContext(subject, read.argument, read.options, rows, TensorStore(), False, print)
@@ -202,21 +202,6 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
     assert mean_kl(lm, pruned, rows.token_NT) < min(
         mean_kl(lm, one, rows.token_NT) for one in others
     )
-
-
-@ONE
-def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any) -> None:
-    """Static activations with min-max or percentile ranges add a small KL divergence and need int8
-    weights.
-    """
-    plain = run_step(lm, f"quantize: rtn int8 {SQUARE}", rows)
-    base = mean_kl(lm, plain, rows.token_NT)
-    for kind in ("minmax", "percentile"):
-        made = run_step(lm, f"activations: static range={kind} {SQUARE}", rows, plain)
-        assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
-        assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
-    with pytest.raises(ConfigError, match="is not int8"):
-        run_step(lm, "activations: static", rows)
 
 
 @ONE

@@ -45,26 +45,33 @@ MAKERS: dict[str, Any] = {
     },
     "int8-g16": _two_scales,
     "offset": lambda: _quantize("int4-g32-zp").replace(offset=_quantize("int4-g32-zp").scale * 3),
-    "static": lambda: _quantize("int8").with_input_grid(0.1, 3),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_with_columns_equals_dense_slice(name: str) -> None:
-    whole = as_weight(MAKERS[name]())
+    assert_columns_equal_dense(as_weight(MAKERS[name]()))
+
+
+def assert_columns_equal_dense(whole: Any, *, products: bool = True) -> None:
+    """Check runs of columns of a weight of `SHAPE`, and products unless they round their inputs."""
     for begin, end in itertools.pairwise(BORDERS[1]):
         part = as_weight(whole.with_columns(begin, end))
         assert part.shape == (SHAPE[0], end - begin)
         np.testing.assert_array_equal(part.to_dense(), whole.to_dense()[:, begin:end])
         x = jnp.asarray(RANDOM.standard_normal((3, end - begin), np.float32))
-        if name != "static":  # static weights round their inputs
+        if products:
             expected = x @ part.to_dense("float32").T
             np.testing.assert_allclose(plain_product(x, part), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_with_rows_equals_dense_rows(name: str) -> None:
-    whole, index = as_weight(MAKERS[name]()), np.array([7, 2, 3, 11])
+    assert_rows_equal_dense(as_weight(MAKERS[name]()))
+
+
+def assert_rows_equal_dense(whole: Any) -> None:
+    index = np.array([7, 2, 3, 11])
     part = as_weight(whole.with_rows(index))
     np.testing.assert_array_equal(part.to_dense(), whole.to_dense()[index])
 
@@ -108,14 +115,18 @@ def test_shard_list_of_runs_merges_to_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_concatenated_parts_equal_whole_bitwise(name: str, axis: int) -> None:
-    whole = as_weight(MAKERS[name]())
+    assert_parts_join(as_weight(MAKERS[name]()), axis)
+
+
+def assert_parts_join(whole: Any, axis: int) -> None:
+    """Check that runs of rows (axis 0) or columns (1) join to the whole, bit for bit."""
     first, *rest = (
         as_weight(whole.with_columns(*span) if axis else whole.with_rows(np.arange(*span)))
         for span in itertools.pairwise(BORDERS[axis])
     )
     found = as_weight(first.concatenate(rest, axis))
     # Slices of doubly quantized weights store absmax in float32.
-    expected = as_weight(whole.with_rows(np.arange(SHAPE[0]))) if name == "nf4" else whole
+    expected = as_weight(whole.with_rows(np.arange(SHAPE[0]))) if whole.format == "nf4" else whole
     assert found.format == expected.format
     pieces = expected.arrays()
     assert found.arrays().keys() == pieces.keys()

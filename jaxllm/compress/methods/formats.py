@@ -9,7 +9,6 @@ from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
 from jaxllm.weights.paths import first_match, map_leaves
 from jaxllm.weights.sparse_speed import log_slow_formats
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.int_weight import IntWeight
 
 
 def store(context: StepContext[RuleOptions]) -> ModelState:
@@ -33,8 +32,7 @@ def dynamic_inputs(context: StepContext[Options]) -> ModelState:
 
 def convert_inner(weight: Weight, name: str) -> Weight:
     """Convert a weight to the format `name`; for one composed of others, convert those."""
-    is_nested = as_weight(weight).is_composite and not isinstance(weight, IntWeight)
-    if not is_nested or parse_format(name).name.count("/"):
+    if not as_weight(weight).has_parts or parse_format(name).name.count("/"):
         return as_format(weight, name)
 
     def change(part: Weight) -> Weight:

@@ -16,14 +16,14 @@ from jaxllm.lm import LM
 from jaxllm.runtime.validation import check_dtype
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams
+from jaxllm.train.qat.weights import FakeQuantWeight
 from jaxllm.weights.formats import Weight, parse_format, weight_format
 from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import cast_arrays, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules, find_format
 from jaxllm.weights.types.arrays import DTYPES
-from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+from jaxllm.weights.types.int_weight import IntFormat
 
 
 def qat(
@@ -33,8 +33,6 @@ def qat(
     dtype: str = "float32",
     learn_scales: bool = False,
     dynamic_inputs: bool = False,
-    observed_params: Params | None = None,
-    learn_input_scales: bool = False,
     start_step: int = 0,
     objective: Objective | None = None,
 ) -> TrainJob:
@@ -48,11 +46,8 @@ def qat(
         dtype: of computation, and of the weights that are not quantized.
 
     Raises:
-        ConfigError: If `learn_input_scales` is given without `observed_params`, and on a mesh if it
-            would split a quantization group or if `dynamic_inputs` is set.
+        ConfigError: On a mesh if it would split a quantization group or if `dynamic_inputs` is set.
     """
-    if learn_input_scales and observed_params is None:
-        raise ConfigError("learn_input_scales needs observed input ranges: give observed_params")
     dtype = check_dtype("dtype", dtype)
     floats = dataclasses.replace(lm.model.precision, quantize=None, int8_inputs=dynamic_inputs)
     floats = floats.with_dtype(dtype)
@@ -68,8 +63,7 @@ def qat(
     def prepare_params(params: Params) -> Params:
         prepared = prepare(
             params, rules, learn_scales=learn_scales, dynamic_inputs=dynamic_inputs,
-            observed_params=observed_params,
-            learn_input_scales=learn_input_scales, start_step=start_step,
+            start_step=start_step,
         )  # fmt: skip
         return lm.model.shard(prepared)
 
@@ -98,8 +92,6 @@ def prepare(
     *,
     learn_scales: bool = False,
     dynamic_inputs: bool = False,
-    observed_params: Params | None = None,
-    learn_input_scales: bool = False,
     start_step: int = 0,
 ) -> Params:
     """Replace each matrix that `rules` quantize by a `FakeQuantWeight`.
@@ -109,15 +101,11 @@ def prepare(
         learn_scales: train the scales, starting from those of rounding to nearest; otherwise each
             step computes them from the weights.
         dynamic_inputs: the model quantizes inputs dynamically (`Precision.int8_inputs`).
-        observed_params: the same model quantized with `activations: static` (`jaxllm.compress`);
-            its input scales and zero points are used.
-        learn_input_scales: also train these input scales.
         start_step: the first training step that rounds; earlier ones train the float weights.
 
     Raises ConfigError for other formats, for weights that are not plain arrays or belong to
     experts, and for rules that match no matrix.
     """
-    grids = {} if observed_params is None else _observed_qparams(observed_params)
     rules = parse_format(rules).name if isinstance(rules, str) else rules  # "int4" are integers
 
     def change(path: str, leaf: Weight) -> Weight:
@@ -139,13 +127,9 @@ def prepare(
         if learn_scales:
             made = to.quantize(weight)
             scale, zero = made.scale.astype(jnp.float32), made.zero
-        grid = grids.get(path) if to.supports_input_grid else None
-        step = grid.step if grid is not None and learn_input_scales else None
-        rounds = dynamic_inputs and grid is None and not path.endswith(_TABLES)
+        rounds = dynamic_inputs and not path.endswith(_TABLES)
         first = jnp.int32(start_step) if start_step else None
-        return FakeQuantWeight(
-            weight, scale, zero, grid, step, first, target_format=to, dynamic_inputs=rounds
-        )
+        return FakeQuantWeight(weight, scale, zero, first, target_format=to, dynamic_inputs=rounds)
 
     made = map_leaves(change, params)
     if not any(isinstance(leaf, FakeQuantWeight) for _, leaf in flatten(made)):
@@ -183,17 +167,3 @@ def convert(params: Params) -> Params:
 @jax.jit
 def _to_inference(leaf: FakeQuantWeight) -> Weight:
     return leaf.to_inference()
-
-
-def _observed_qparams(observed_params: Params) -> dict[str, InputQParams]:
-    """Return the input scales and zero points by path. Raises ConfigError if there are none."""
-    qparams = {
-        path: InputQParams(leaf.input_step, leaf.input_zero)
-        for path, leaf in flatten(observed_params)
-        if isinstance(leaf, IntWeight)
-        and leaf.input_step is not None
-        and leaf.input_zero is not None
-    }
-    if not qparams:
-        raise ConfigError("no input ranges were observed: use a recipe with activations: static")
-    return qparams

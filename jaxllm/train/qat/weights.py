@@ -10,9 +10,16 @@ from flax import struct
 from jaxllm.errors import ConfigError
 from jaxllm.weights.linear import round_to_int8
 from jaxllm.weights.types.arrays import matmul
-from jaxllm.weights.types.base import INPUT_BLOCK, LinearFn, group_slice, nan_out_of_range, round_up
+from jaxllm.weights.types.base import (
+    INPUT_BLOCK,
+    LinearFn,
+    WeightBase,
+    group_slice,
+    nan_out_of_range,
+    round_up,
+)
 from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntFormat, IntWeight
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 
@@ -63,13 +70,6 @@ def _unclipped_code(x: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Arra
     return jnp.round(_divide_scale(x, scale)) + zero.astype(jnp.float32)
 
 
-class InputQParams(struct.PyTreeNode):
-    """Scale and zero point of a linear's inputs, float32 and int32 scalars."""
-
-    step: jax.Array
-    zero: jax.Array
-
-
 class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     """A float weight `[..., O, I]` whose products are those of its integers, bit for bit.
 
@@ -80,9 +80,6 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
         zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
             learned.
-        input_qparams: scale and zero point of the inputs, if they are quantized statically
-            (`IntWeight.with_input_grid`).
-        step: the scale of `input_qparams`, if it is learned.
         start_step: the first training step that rounds, int32 scalar; None: the first of all.
         is_active: whether to round in this step, a bool scalar; None: yes.
         target_format: the integer format.
@@ -92,13 +89,11 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     format_prefix = "fake/"
     allows_composite = True
     sliced_fields = ("scale", "zero")
-    trainable_fields = ("weight", "scale", "step")
+    trainable_fields = ("weight", "scale")
 
     weight: jax.Array
     scale: jax.Array | None
     zero: jax.Array | None
-    input_qparams: InputQParams | None
-    step: jax.Array | None
     start_step: jax.Array | None = None
     is_active: jax.Array | None = None
     target_format: IntFormat = struct.field(pytree_node=False, kw_only=True)
@@ -110,8 +105,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
 
     @property
     def format(self) -> str:
-        static = "static/" if self.input_qparams is not None else ""
-        return f"{self.format_prefix}{static}{self.target_format.name}"
+        return f"{self.format_prefix}{self.target_format.name}"
 
     def arrays(self) -> NoReturn:
         raise ConfigError(f"a {self.format} weight cannot be saved: convert it to integers first")
@@ -133,9 +127,9 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         codes = codes.reshape(*codes.shape[:-2], -1)[..., : self.weight.shape[-1]]
         return self.target_format.from_codes(codes, jax.lax.stop_gradient(self.scale), self.zero)
 
-    def to_inference(self) -> IntWeight:
-        """Return the weight for inference."""
-        return self._wrap_static(self.quantize())
+    def to_inference(self) -> WeightBase:
+        """Return the weight for inference, without gradients."""
+        return self.quantize()
 
     def to_dense(self, dtype: Any = None) -> jax.Array:
         """Return the rounded weights, whether `is_active` is set or not."""
@@ -149,7 +143,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
             name: None if x is None else x.at[row_N].get(mode="clip")
             for name, x in (("weight", self.weight), ("scale", self.scale), ("zero", self.zero))
         }
-        some = self.replace(**parts, input_qparams=None, step=None)
+        some = self.replace(**parts)
         # From codes, as in `IntWeight.take`. Without the barrier XLA may fuse the scaling with a
         # later addition and round only once.
         rows = with_derivative(
@@ -171,31 +165,17 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     def _matmul(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         # A barrier, as if the integers were arguments: the bits of a product depend on what XLA
         # fuses it with.
-        leaf = jax.lax.optimization_barrier(self.quantize())
-        y_RO = linear(jax.lax.stop_gradient(x_RI), jax.lax.stop_gradient(self._wrap_static(leaf)))
+        leaf = jax.lax.optimization_barrier(self.to_inference())
+        y_RO = linear(jax.lax.stop_gradient(x_RI), jax.lax.stop_gradient(leaf))
 
         @jax.checkpoint  # rounding again costs less than storing the rounded weights
         def surrogate(x_RI: jax.Array, leaf: FakeQuantWeight) -> jax.Array:
-            return matmul(leaf._fake_quantize_inputs(x_RI), leaf._fake_quantize())
+            return matmul(leaf.fake_quantize_inputs(x_RI), leaf._fake_quantize())
 
         return with_derivative(y_RO, surrogate(x_RI, self))
 
-    def _wrap_static(self, weight: IntWeight) -> IntWeight:
-        grid = self._input_grid
-        return weight if grid is None else weight.with_input_grid(grid.step, grid.zero)
-
-    @property
-    def _input_grid(self) -> InputQParams | None:
-        """`input_qparams` with the learned scale, if there is one."""
-        grid = self.input_qparams
-        return grid if grid is None or self.step is None else grid.replace(step=self.step)
-
-    def _fake_quantize_inputs(self, x_RI: jax.Array) -> jax.Array:
+    def fake_quantize_inputs(self, x_RI: jax.Array) -> jax.Array:
         """Return the inputs as quantized for the product, with straight-through gradients."""
-        if (grid := self._input_grid) is not None:
-            step, zero = grid.step.reshape(1, 1), grid.zero.reshape(1, 1)
-            factor = (x_RI.shape[1] * MAX_INPUT) ** -0.5
-            return fake_quantize(x_RI, step, zero, (MIN_INPUT, MAX_INPUT), factor)
         if self.dynamic_inputs:
             rounded_RI = round_to_int8(x_RI, self.target_format.group or INPUT_BLOCK)
             return with_derivative(rounded_RI, x_RI.astype(jnp.float32))

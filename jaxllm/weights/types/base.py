@@ -59,6 +59,11 @@ class WeightBase:
         return False
 
     @property
+    def has_parts(self) -> bool:
+        """Whether it consists of weights that may have other formats each."""
+        return self.is_composite
+
+    @property
     def has_row_scale(self) -> bool:
         """Whether its field `scale`, `[O, 1]`, multiplies whole rows."""
         return False

@@ -6,8 +6,6 @@ offset/...   a float offset per group (GGUF). A zero point is an integer number 
              any number: `x @ w.T = x @ (q s).T + sum_g(x) @ offset.T`.
 int8-g16     a scale per 16 columns (GGUF). The kernels support groups of 32 and more, so the
              product is a sum of two: with zeros for the last, then for the first 16 of 32 inputs.
-static/...   inputs quantized to int8 on a calibrated grid (static W8A8). With input codes c the
-             inputs are `step (c - zero)`, and `x @ w.T = step (c @ w.T - zero sum_i w_i)`.
 """
 
 import dataclasses
@@ -47,8 +45,7 @@ from jaxllm.weights.types.bitpack import CHUNK, HALF
 
 GROUP_SIZES = (32, 64, 128)
 MAX_F32_ROWS = 16  # in plain JAX, more rows of bfloat16 multiply weights rounded to bfloat16
-MIN_INPUT, MAX_INPUT = -127, 127  # codes of inputs that the kernels can multiply
-OFFSET, STATIC = "offset/", "static/"  # prefixes of format names
+OFFSET = "offset/"  # prefix of format names
 _GROUP_FIELDS = ("scale", "zero", "second_scale", "offset")
 
 
@@ -60,6 +57,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     """
 
     supports_int8_inputs = True
+    has_parts = False
 
     # 8 bits: q itself, int8 [..., O, I'] (never -128 if we quantize, but files may have it), or
     # uint8 with a zero point. 4, 3 and 2 bits: q from 0 to 2^bits - 1, packed as in `bitpack`,
@@ -73,15 +71,10 @@ class IntWeight(WeightBase, struct.PyTreeNode):
     offset: jax.Array | None = None  # float32 [..., O, G]
     # float32 [..., O, G], the scales of the last 16 columns of groups of 32
     second_scale: jax.Array | None = None
-    # The grid of inputs: float32 scalar, positive; int32 scalar, the code of 0; and the sums of the
-    # weight's rows, float32 [..., O].
-    input_step: jax.Array | None = None
-    input_zero: jax.Array | None = None
-    row_sum: jax.Array | None = None
 
     @property
     def is_composite(self) -> bool:
-        return any(x is not None for x in (self.offset, self.second_scale, self.row_sum))
+        return self.offset is not None or self.second_scale is not None
 
     @property
     def is_fused_in_groups(self) -> bool:
@@ -102,8 +95,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         """Its format."""
         scale = "float16" if self.scale.dtype == jnp.float16 else "float32"
         group = self.group if self.second_scale is None else HALF
-        variant = OFFSET if self.offset is not None else STATIC if self.row_sum is not None else ""
-        return IntFormat(self.bits, group, self.zero is not None, scale, variant)
+        return IntFormat(self.bits, group, self.zero is not None, scale, self.offset is not None)
 
     @property
     def format(self) -> str:
@@ -174,35 +166,13 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         if self.offset is not None:
             product_RO = linear(x_RI, self.replace(offset=None))
             return product_RO + linear(self._group_sums(x_RI), self.offset)
-        if self.second_scale is not None:
-            is_first = (jnp.arange(self.columns) % (2 * HALF) < HALF)[None]
-            zero = jnp.zeros((), x_RI.dtype)
-            first = self.replace(second_scale=None)
-            second = first.replace(scale=self.second_scale)
-            return linear(jnp.where(is_first, x_RI, zero), first) + linear(
-                jnp.where(is_first, zero, x_RI), second
-            )
-        assert self.input_step is not None and self.input_zero is not None
-        assert self.row_sum is not None
-        plain = self.replace(input_step=None, input_zero=None, row_sum=None)
-        product_RO = linear(self.input_codes(x_RI), plain)
-        zero_O = self.input_zero.astype(jnp.float32) * self.row_sum
-        return (product_RO - zero_O[None]) * self.input_step
-
-    def with_input_grid(self, step: Any, zero: Any) -> "IntWeight":
-        """Return the weight for inputs that are quantized on a grid."""
-        return self.replace(
-            input_step=jnp.asarray(step, jnp.float32),
-            input_zero=jnp.asarray(zero, jnp.int32),
-            row_sum=self.to_dense().sum(-1),
+        is_first = (jnp.arange(self.columns) % (2 * HALF) < HALF)[None]
+        zero = jnp.zeros((), x_RI.dtype)
+        first = self.replace(second_scale=None)
+        second = first.replace(scale=self.second_scale)
+        return linear(jnp.where(is_first, x_RI, zero), first) + linear(
+            jnp.where(is_first, zero, x_RI), second
         )
-
-    def input_codes(self, x: jax.Array) -> jax.Array:
-        """Return the nearest codes of inputs on the grid, int8 (half to even)."""
-        assert self.input_step is not None and self.input_zero is not None
-        steps = jnp.round(x.astype(jnp.float32) / self.input_step)
-        codes = steps + self.input_zero.astype(jnp.float32)
-        return jnp.clip(codes, MIN_INPUT, MAX_INPUT).astype(jnp.int8)
 
     def for_accelerator(self) -> "IntWeight":
         """Return the weight in the form that a GPU's or TPU's compiler reads within a product.
@@ -263,7 +233,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         if not in_chunks:
             return self._repack(self.codes[..., begin:end], groups)
         data = self.data[..., begin * self.bits // 8 : until * self.bits // 8]
-        return self.replace(data=data, columns=end - begin, **groups)._sum_rows()
+        return self.replace(data=data, columns=end - begin, **groups)
 
     def concatenate(self, appended: Sequence["IntWeight"], axis: int) -> "IntWeight":
         if axis == 0:
@@ -278,8 +248,6 @@ class IntWeight(WeightBase, struct.PyTreeNode):
         parts = (self, *others)
         names = [name for name in ("data", *_GROUP_FIELDS) if getattr(self, name) is not None]
         fields = {name: function(*(getattr(x, name) for x in parts)) for name in names}
-        if sums := [x.row_sum[..., None] for x in parts if x.row_sum is not None]:
-            fields["row_sum"] = function(*sums)[..., 0]
         return self.replace(**fields)
 
     def _groups(self, begin: int, end: int) -> dict[str, Any]:
@@ -291,17 +259,11 @@ class IntWeight(WeightBase, struct.PyTreeNode):
 
     def _repack(self, codes: jax.Array, groups: dict[str, Any]) -> "IntWeight":
         """Return the weight with other codes `[..., O, I]` and arrays `[..., O, G]`."""
-        plain_format = dataclasses.replace(self.int_format, group=self.group, variant="")
+        plain_format = dataclasses.replace(self.int_format, group=self.group, has_offset=False)
         plain = plain_format.from_codes(codes, groups["scale"], groups.get("zero"))
         padded = {name: pad_groups(x, plain.scale.shape[-1]) for name, x in groups.items()}
         padded["scale"] = plain.scale  # as they were, in the format's dtype
-        return self.replace(data=plain.data, **padded, columns=plain.columns)._sum_rows()
-
-    def _sum_rows(self) -> "IntWeight":
-        """Return the weight with the sums of its present columns, if it has sums."""
-        if self.row_sum is None:
-            return self
-        return self.with_input_grid(self.input_step, self.input_zero)
+        return self.replace(data=plain.data, **padded, columns=plain.columns)
 
     def _repeat_groups(self, x_OG: jax.Array) -> jax.Array:
         """Repeat each group's value for all its columns."""
@@ -319,23 +281,19 @@ class IntWeight(WeightBase, struct.PyTreeNode):
 class IntFormat(AffineQuantizer, Format):
     """The format of `IntWeight`."""
 
-    variant: str = ""  # OFFSET, STATIC or none
+    has_offset: bool = False
 
     @property
     def name(self) -> str:
         group = f"-g{self.group}" if self.group else ""
         half = "-f16" if self.scale_dtype == "float16" else ""
-        return f"{self.variant}int{self.bits}{group}{'-zp' if self.zero_point else ''}{half}"
+        prefix = OFFSET if self.has_offset else ""
+        return f"{prefix}int{self.bits}{group}{'-zp' if self.zero_point else ''}{half}"
 
     @property
     def is_plain(self) -> bool:
         """Whether it has codes, scales and zero points only, and can be made by quantizing."""
-        return not self.variant and self.group != HALF
-
-    @property
-    def supports_input_grid(self) -> bool:
-        """Whether weights of this format can have int8 inputs on a static grid."""
-        return self.is_plain and self.bits == 8 and not self.zero_point
+        return not self.has_offset and self.group != HALF
 
     def from_codes(
         self, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None
@@ -382,11 +340,6 @@ class IntFormat(AffineQuantizer, Format):
         return self.from_arrays(shape, to_device(fill_arrays(specs, blocks(), quantize_block)))
 
     def _check_quantizable(self, shape: tuple[int, ...]) -> None:
-        if self.variant == STATIC:
-            raise ConfigError(
-                f"{self.name} cannot be made without calibration of its inputs; use jaxllm compress"
-                " with activations: static"
-            )
         if not self.is_plain:
             raise ConfigError(
                 f"{self.name} cannot be made by quantizing; it comes from GGUF files and"
@@ -401,13 +354,9 @@ class IntFormat(AffineQuantizer, Format):
         if self.group == HALF:
             return {"data": ".data", "scale": ".first", "second_scale": ".second"}
         fields = ["data", "scale", *(["zero"] if self.zero_point else [])]
-        prefix = ".weight." if self.variant else "."
-        names = {field: f"{prefix}{field}" for field in fields}
-        if self.variant == OFFSET:
-            names["offset"] = ".offset"
-        if self.variant == STATIC:
-            names |= {"input_step": ".step", "input_zero": ".zero", "row_sum": ".sum"}
-        return names
+        if not self.has_offset:
+            return {field: f".{field}" for field in fields}
+        return {field: f".weight.{field}" for field in fields} | {"offset": ".offset"}
 
     def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
         *rows, columns = shape
@@ -419,9 +368,6 @@ class IntFormat(AffineQuantizer, Format):
             "zero": (groups, np.uint8),
             "offset": (groups, np.float32),
             "second_scale": (groups, np.float32),
-            "input_step": ((), np.float32),
-            "input_zero": ((), np.int32),
-            "row_sum": (tuple(rows), np.float32),
         }
         return {name: specs[field] for field, name in self.file_names.items()}
 
@@ -439,40 +385,28 @@ class IntFormat(AffineQuantizer, Format):
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
     ) -> None:
         names = self.file_names
-        real = ("scale", "second_scale", "offset", "row_sum")
+        real = ("scale", "second_scale", "offset")
         check_finite(path, arrays, *(names[field] for field in real if field in names))
         if self.zero_point and (zero := arrays[names["zero"]].max(initial=0)) > self.code_range[1]:
             raise CheckpointError(
                 f"{path}{names['zero']} holds {zero}: zero points must be at most"
                 f" {self.code_range[1]}"
             )
-        if self.variant == STATIC:
-            step, middle = arrays[".step"], arrays[".zero"]
-            if not (np.isfinite(step) and step > 0 and MIN_INPUT <= middle <= MAX_INPUT):
-                raise CheckpointError(
-                    f"{path} has an invalid input grid: step {step}, zero {middle}"
-                )
 
 
 def parse(name: str) -> IntFormat | None:
     """Parse `int8`, `int8-g64`, `int4-g64`, `int3-g64`, `int2-g64`, with `-zp` or `-f16` too.
 
-    Before those, `offset/` for any with groups, `static/` for 8 bits without a zero point. Returns
-    None for other names.
+    Before those, `offset/` for any with groups. Returns None for other names.
 
     Raises:
-        ConfigError: for an unsupported group size, and another format after a prefix.
+        ConfigError: for an unsupported group size, and another format after the prefix.
     """
-    variant = next((prefix for prefix in (OFFSET, STATIC) if name.startswith(prefix)), "")
-    if variant:
-        inner = parse(name.removeprefix(variant))
-        if variant == OFFSET and (inner is None or not inner.is_plain or inner.group is None):
+    if name.startswith(OFFSET):
+        inner = parse(name.removeprefix(OFFSET))
+        if inner is None or not inner.is_plain or inner.group is None:
             raise ConfigError(f"{name:.40}: format after {OFFSET} must be integers in groups")
-        if inner is None or not (variant == OFFSET or inner.supports_input_grid):
-            raise ConfigError(
-                f"{name:.40}: format after {STATIC} must be int8 without a zero point"
-            )
-        return dataclasses.replace(inner, variant=variant)
+        return dataclasses.replace(inner, has_offset=True)
     match = re.fullmatch(r"int([8432])(?:-g(\d+))?(-zp)?(-f16)?", name)
     if not match:
         return None

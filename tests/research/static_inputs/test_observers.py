@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from jaxllm.compress.methods.histograms import HistogramObserver, histogram
-from jaxllm.compress.methods.observers import (
+from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.research.static_inputs.histograms import HistogramObserver, histogram
+from jaxllm.research.static_inputs.observers import (
     QParams,
     QRange,
     Range,
@@ -24,7 +25,6 @@ from jaxllm.compress.methods.observers import (
     observe,
     quantize,
 )
-from jaxllm.errors import ConfigError, NonFiniteError
 
 SHAPE = (2, 33, 12)
 BYTE = QRange(-128, 127)

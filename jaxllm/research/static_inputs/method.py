@@ -11,8 +11,11 @@ from jaxllm.compress.layerwise import (
     replace_leaves,
     run_layerwise,
 )
-from jaxllm.compress.methods.histograms import histogram
-from jaxllm.compress.methods.observers import (
+from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext, StepSpec
+from jaxllm.errors import ConfigError
+from jaxllm.models.family import LinearGroup
+from jaxllm.research.static_inputs.histograms import histogram
+from jaxllm.research.static_inputs.observers import (
     QParams,
     QRange,
     check_finite,
@@ -21,11 +24,14 @@ from jaxllm.compress.methods.observers import (
     min_max,
     observe,
 )
-from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext, StepSpec
-from jaxllm.errors import ConfigError
-from jaxllm.models.family import LinearGroup
+from jaxllm.research.static_inputs.weight import (
+    MAX_INPUT,
+    MIN_INPUT,
+    add_input_grid,
+    supports_input_grid,
+)
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntWeight
+from jaxllm.weights.types.int_weight import IntWeight
 
 QRANGE = QRange(MIN_INPUT, MAX_INPUT)
 AVERAGING_CONSTANT = 0.01  # of moving averages, as in torch
@@ -57,12 +63,12 @@ def static_inputs(context: StepContext[StaticInputOptions]) -> ModelState:
             qparams = _find_qparams(layer, params, site, options)
             for linear in chosen:
                 weight = get_module(params, linear)["weight"]
-                if not (isinstance(weight, IntWeight) and weight.int_format.supports_input_grid):
+                if not (isinstance(weight, IntWeight) and supports_input_grid(weight.int_format)):
                     raise ConfigError(
                         f"{layer.path}.{linear} is not int8, which static inputs require: add"
                         " 'quantize: rtn int8' before this step"
                     )
-                weight = weight.with_input_grid(qparams.scale, qparams.zero)
+                weight = add_input_grid(weight, qparams.scale, qparams.zero)
                 params = replace_leaves(params, linear, weight=weight)
         return params
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.methods.observers import Observer, Range
 from jaxllm.errors import ConfigError
+from jaxllm.research.static_inputs.observers import Observer, Range
 from jaxllm.runtime.validation import check_int
 
 SUBBINS = 16  # parts of a bin when the range grows

@@ -1,15 +1,25 @@
-"""Static quantization: the integer product equals that of the rounded numbers."""
+"""Static quantization of inputs: exact integer products, slices, files, and the recipe's step."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.methods.observers import Range, fake_quantize, find_qparams
-from jaxllm.compress.methods.static_activations import QRANGE
+import jaxllm
+from jaxllm.compress.calibration import from_tokens
+from jaxllm.compress.methods import rtn
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import parse_format
+from jaxllm.research.static_inputs.method import QRANGE
+from jaxllm.research.static_inputs.observers import Range, fake_quantize, find_qparams
+from jaxllm.research.static_inputs.weight import add_input_grid
+from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.linear import linear
+from jaxllm.weights.paths import flatten
+from tests.compress.models import same
+from tests.compress.test_layerwise import SQUARE, mean_kl, run_step
+from tests.weights import test_slicing as slicing
 from tests.weights.products import plain_product
 
 
@@ -22,7 +32,7 @@ def test_static_int8_matmul_equals_rounded_inputs(format: str, rows: int, symmet
     x_RI = rng.standard_normal((rows, 200)).astype(np.float32) * 2 + 1.5
     grid = find_qparams(Range(jnp.float32(-3), jnp.float32(7)), QRANGE, symmetric=symmetric)
     weight = parse_format(format).quantize(jnp.asarray(rng.standard_normal((24, 200)), jnp.float32))
-    leaf = weight.with_input_grid(grid.scale, grid.zero)
+    leaf = add_input_grid(weight, grid.scale, grid.zero)
     wanted_RI = np.asarray(fake_quantize(jnp.asarray(x_RI), grid, QRANGE), np.float64)
     codes = np.asarray(leaf.input_codes(jnp.asarray(x_RI)), np.float32)
     rounded = (codes - np.float32(grid.zero)) * np.float32(grid.scale)
@@ -43,7 +53,7 @@ def test_static_weight_round_trips_and_validates() -> None:
     weight = parse_format("int8").quantize(
         jnp.asarray(np.random.default_rng(0).standard_normal((3, 70)))
     )
-    leaf = weight.with_input_grid(0.5, -3)
+    leaf = add_input_grid(weight, 0.5, -3)
     format = parse_format(leaf.format)
     pieces = {name: np.asarray(piece) for name, piece in leaf.arrays().items()}
     assert {n: (p.shape, p.dtype) for n, p in pieces.items()} == {
@@ -60,3 +70,35 @@ def test_static_weight_round_trips_and_validates() -> None:
             parse_format(name)
     with pytest.raises(ConfigError, match="calibration"):
         format.quantize(jnp.zeros((2, 2)))
+
+
+def test_static_weight_slices_equal_dense() -> None:
+    whole = add_input_grid(parse_format("int8").quantize(jnp.asarray(slicing.ARRAY)), 0.1, 3)
+    slicing.assert_columns_equal_dense(whole, products=False)  # they round their inputs
+    slicing.assert_rows_equal_dense(whole)
+    for axis in (0, 1):
+        slicing.assert_parts_join(whole, axis)
+
+
+def test_static_weight_converts_as_one_weight() -> None:
+    """Another format is that of the matrix, without the grid."""
+    array = jnp.asarray(slicing.ARRAY)
+    weight = add_input_grid(parse_format("int8").quantize(array), 0.1, 3)
+    made = rtn.convert_inner(weight, "int4-g64")
+    same({"weight": made}, {"weight": as_format(to_dense(weight), "int4-g64")})
+
+
+def test_static_activation_ranges_cost_little_accuracy(shallow_demos: Path) -> None:
+    """Static activations with min-max or percentile ranges add a small KL divergence and need int8
+    weights.
+    """
+    lm = jaxllm.load(shallow_demos / "gpt2", dtype="float32")
+    rows = from_tokens(np.random.default_rng(0).integers(3, lm.config.vocab_size, (24, 48)))
+    plain = run_step(lm, f"quantize: rtn int8 {SQUARE}", rows)
+    base = mean_kl(lm, plain, rows.token_NT)
+    for kind in ("minmax", "percentile"):
+        made = run_step(lm, f"activations: static range={kind} {SQUARE}", rows, plain)
+        assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
+        assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
+    with pytest.raises(ConfigError, match="is not int8"):
+        run_step(lm, "activations: static", rows)

@@ -1,0 +1,26 @@
+"""What packages add to this one, by entry points in groups `jaxllm.NAME`.
+
+commands: modules with a function of the entry's name and an EXAMPLE (`cli`). compress_methods: rows
+of a recipe's table (`compress.registry`). weight_types: modules with a `parse` and NAMES
+(`weights.formats`).
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+@functools.cache
+def find_plugins(group: str) -> "dict[str, EntryPoint]":
+    """Return the entry points of a group by name; nothing is imported."""
+    from importlib.metadata import entry_points  # takes longer than a command's own imports
+
+    return {entry.name: entry for entry in entry_points(group=f"jaxllm.{group}")}
+
+
+@functools.cache
+def load_plugins(group: str) -> tuple[Any, ...]:
+    """Import what the entry points of a group name."""
+    return tuple(entry.load() for entry in find_plugins(group).values())
