@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
 from jaxllm.cli.quantize import quantize
-from jaxllm.compress.pipeline import prune_to_format
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate import bench
 from jaxllm.evaluate.bench import (
     BenchResult,
     Test as Work,  # a name that pytest does not collect
 )
-from jaxllm.weights.formats import to_dense, weight_format
 from tests.tiny_models import save_random
 
 ROW = BenchResult("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
@@ -147,27 +144,3 @@ def test_measured_bandwidth_is_fastest_of_three(monkeypatch: pytest.MonkeyPatch)
     set_durations(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
     assert bench.measure_bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
-
-
-@pytest.mark.parametrize("name", ["bfloat16-2:4", "int8-bitmap"])
-def test_prune_to_format_keeps_larger_half(name: str, tmp_path: Path) -> None:
-    """Half of each group stays, the largest magnitudes; embeddings stay dense; weight bytes shrink;
-    other formats are refused.
-    """
-    save_random(tmp_path, "llama")
-    lm = jaxllm.load(tmp_path)
-    small = prune_to_format(lm, name)
-    before, after = (m.params["layers.0"]["mlp"]["up_proj"]["weight"] for m in (lm, small))
-    w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(to_dense(after), np.float32) != 0
-    groups = (-1, 4) if name.endswith("2:4") else (1, -1)  # bitmap: the full matrix is one group
-    for row, here in zip(w.reshape(groups), kept.reshape(groups), strict=True):
-        half = len(row) // 2
-        rounded = half // 20 + 1 if name.startswith("int8") else 0  # values that may round to 0
-        assert half - rounded <= here.sum() <= half
-        assert (row[~here] <= row[here].min()).all()
-    assert weight_format(after) == name
-    assert weight_format(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
-    assert bench.weight_bytes(small) < bench.weight_bytes(lm)
-    assert prune_to_format(small, name).recipe == 2 * small.recipe  # a second call prunes again
-    with pytest.raises(ConfigError, match=r"format unknown: got 'int8', .* one of float32-2:4"):
-        prune_to_format(lm, "int8")

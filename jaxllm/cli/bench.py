@@ -7,7 +7,6 @@ import typer
 from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.option_groups import LoadingOptions
 from jaxllm.cli.options import AsJson, Model, check_exclusive, split_numbers
-from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
 
@@ -19,7 +18,7 @@ def bench(
     depths: str = "0,1024",
     batches: str = "1,4,8,16",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1)] = 5,
-    sparse: str | None = None,
+    step: list[str] | None = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv")] = False,
     *,
@@ -35,13 +34,11 @@ def bench(
         depths: Tokens in the cache before decoding, comma-separated.
         batches: Batch sizes for decoding, comma-separated.
         repetitions: Repetitions of each test.
-        sparse: Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the
-            model's output is then meaningless).
+        step: Recipe step to apply first, of those that need no calibration data, for example
+            "prune: magnitude 2:4"; repeatable.
         as_csv: Print CSV instead of a table.
     """
     check_exclusive({"--json": as_json, "--csv": as_csv})
-    if sparse is not None and loading.quantize is not None:
-        raise ConfigError("--sparse already sets the weight format: leave out --quantize")
     lists = {"--prompts": prompts, "--depths": depths, "--batches": batches}
     lengths, levels, rows_at_once = (split_numbers(*row, least=0) for row in lists.items())
 
@@ -59,14 +56,11 @@ def bench(
     # Compiling is timed too: no stored programs.
     lm = loading.load(model, reuse_compiled=False)
     loaded = time.perf_counter() - start
-    if sparse is not None:
-        from jaxllm.compress.pipeline import prune_to_format
+    if step:
+        from jaxllm.compress.pipeline import compress
         from jaxllm.lm import shard_like, to_one_device
-        from jaxllm.weights.sparse_speed import log_slow_formats
 
-        log_slow_formats([sparse], log)
-        lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
-        log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
+        lm = shard_like(compress(to_one_device(lm), step, allow_repeat=True, log=log), lm)
     context = lm.config.context_length
     tests = timing.make_tests(lengths, decode, levels, rows_at_once)
     fits = [t for t in tests if (t.prompt or t.depth + t.decode) <= context]

@@ -45,8 +45,8 @@ def quantize(
     with spinner("starting"):  # JAX is imported
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
+        from jaxllm.weights.formats import log_slow_formats
         from jaxllm.weights.quantize import resolve_rules
-        from jaxllm.weights.sparse_speed import log_slow_formats
 
     grouped = f"-g{group}" if group else "" if bits == 8 else "-g64"
     named = f"int{bits}{grouped}{'-zp' * zero_point}{'-f16' * half_scales}"

@@ -28,7 +28,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.runtime import signals
 from jaxllm.weights.precision import Precision, match_precision
-from jaxllm.weights.types import sparse
 
 Log = Callable[[str], None]
 _PARAMS_KEY = "whole"  # store key of all parameters after a step
@@ -81,25 +80,6 @@ def compress(
     for result in run_steps(lm, recipe, calibration, store, show_progress=show_progress, log=log):
         state = result.state or state
     return build_model(lm, recipe, state)
-
-
-def prune_to_format(lm: LM, format_name: str) -> LM:
-    """Return the model in the sparse format `format_name`, with half of each layer's weights
-    pruned.
-
-    This is for timing only: it prunes by magnitude, which ruins the model, but the speed does not
-    depend on which weights are left. The embedding table and the head are stored in the format's
-    number type, but not pruned. Raises ConfigError if the format is not sparse.
-    """
-    if (wanted := sparse.parse(format_name)) is None:
-        raise ConfigError(
-            f"sparse format unknown: got {format_name!r:.40}, expected one of"
-            f" {', '.join(sparse.FORMATS)}"
-        )
-    half = "2:4" if wanted.pattern == sparse.TWO_OF_FOUR else "50%"
-    return compress(
-        lm, [f"prune: magnitude {half}", f"quantize: rtn {format_name}"], allow_repeat=True
-    )
 
 
 def check_applicable(lm: LM, recipe: Recipe, *, has_calibration: bool, allow_repeat: bool) -> None:

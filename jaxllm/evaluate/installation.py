@@ -19,11 +19,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.ops import cuda, flash, native
 from jaxllm.ops.target import target
 from jaxllm.runtime.device_memory import describe_memory
-from jaxllm.weights.formats import as_format, as_weight, to_dense
+from jaxllm.weights.formats import as_format, as_weight, further_names, parse_format, to_dense
 
 FORMATS = (
     "float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g64", "int4-g64", "int4-g32-zp",
-    "nf4", "bfloat16-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
+    "nf4",
 )  # fmt: skip
 BOUND = 1e-6  # of the sum of the terms' magnitudes, up to 2,048 columns
 _ROWS, _COLUMNS = 24, 256
@@ -33,7 +33,8 @@ def check_set(name: str) -> list[str]:
     """Return the products of an instruction set that differ from float64; it stays selected."""
     native.isa(name)
     problems = list[str]()
-    for format in FORMATS:
+    sparse = [name for name in further_names() if parse_format(name).dense_format is not None]
+    for format in (*FORMATS, *sparse):
         matrix, w_OI = _make_weight(format)
         for rows, dtype in ((2, "float32"), (20, "bfloat16")):
             x_RI = jnp.asarray(_normal(rows)).astype(dtype)
@@ -52,7 +53,7 @@ def _make_weight(format: str) -> tuple[native.Matrix, np.ndarray]:
     """Return a matrix for the kernels, and its numbers by XLA, float64 `[O, I]`."""
     with native.disable_kernels():
         x_OI = _normal(_ROWS)
-        if format.endswith(("2:4", "bitmap")):
+        if parse_format(format).dense_format is not None:
             x_OI *= np.arange(_COLUMNS) % 4 % 3 == 0
         dense = jnp.asarray(x_OI).astype(jnp.bfloat16)
         dense = dense.astype(jnp.float32) if format == "float32" else dense

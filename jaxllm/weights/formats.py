@@ -14,9 +14,6 @@ q4_k, q5_k, q6_k               GGUF's blocks of 256 columns: 4.5, 5.5 and 6.56 b
 mxfp4                          4 bits, floats with a power of two per 32 columns; from files
 nf4                            4 bits, the levels of QLoRA's NormalFloat, in blocks of 64 whose
                                absmax has 8 bits (double quantization); nf4-f32: absmax in float32
-bfloat16-2:4                   at most 2 of each 4 columns are nonzero: 9 bits a weight
-bfloat16-bitmap                any columns are nonzero: 1 bit per weight, 16 more if nonzero
-float32-..., int8-...          2:4 and bitmap of other dtypes; int8 with one scale per row
 
 Composite formats name the format of their inner weight after a slash:
 ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
@@ -27,7 +24,7 @@ Packages add types by entry points of the group `jaxllm.weight_types`, imported 
 of these: a module with NAMES of its formats, and a `parse` as in `COMPOSITE_PARSERS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,7 +40,6 @@ from jaxllm.weights.types import (
     nf4,
     packed_bf16,
     permuted,
-    sparse,
 )
 from jaxllm.weights.types.arrays import DTYPES, as_weight
 from jaxllm.weights.types.base import Format, WeightBase
@@ -58,7 +54,6 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     mxfp4.parse,
     block_weight.parse,
     nf4.parse,
-    sparse.parse,
 )
 # Likewise for composite weights: a row parses the inner format with the function that it is passed.
 COMPOSITE_PARSERS: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
@@ -82,8 +77,13 @@ def parse_format(name: Any) -> Format:
     raise ConfigError(
         f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), q4_k, q5_k,"
-        f" q6_k, nf4, nf4-f32, bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
+        f" q6_k, nf4, nf4-f32, {', '.join(further_names())}, got {name!r:.40}"
     )
+
+
+def further_names() -> list[str]:
+    """Return names of formats of other packages' types."""
+    return [name for module in load_plugins("weight_types") for name in module.NAMES]
 
 
 STACKABLE = "arrays, int8, int4, int3, int2, mxfp4, q4_k, q5_k, q6_k or nf4"
@@ -97,17 +97,13 @@ def can_stack(name: str) -> bool:
     return isinstance(format, arrays.FloatFormat | block_weight.BlockFormat | nf4.NF4Format)
 
 
-# The sizes of their arrays depend on the weight's values, so their shards are quantized anew.
-DATA_DEPENDENT = packed_bf16.PackedBf16Format | sparse.SparseFormat
-
-
 def abstract_weight(name: str, shape: tuple[int, ...]) -> Any:
     """Return a weight of `shape` as `jax.eval_shape` does: shapes and dtypes only.
 
-    None for a format whose shards are quantized anew (`DATA_DEPENDENT`).
+    None for a format whose shards are quantized anew (`Format.is_data_dependent`).
     """
     format = parse_format(name)
-    if isinstance(getattr(format, "inner", format), DATA_DEPENDENT):
+    if getattr(format, "inner", format).is_data_dependent:
         return None
     structs = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.array_specs(shape).items()}
     return jax.eval_shape(lambda arrays: format.from_arrays(shape, arrays), structs)
@@ -144,8 +140,9 @@ def as_format(weight: Weight, name: str) -> Weight:
     format = parse_format(name)
     if weight_format(weight) == format.name:
         return weight
-    if isinstance(format, sparse.SparseFormat) and weight_format(weight) == format.dtype:
-        return sparse.to_sparse(weight, format.pattern)  # keeps the integer codes
+    if weight_format(weight) == format.dense_format:
+        dropped: Weight = format.drop_zeros(weight)
+        return dropped
     if isinstance(weight, mxfp4.Mxfp4Weight) and format.name == "int8-g32":
         return weight.to_int8()
     array = to_dense(weight)
@@ -153,6 +150,13 @@ def as_format(weight: Weight, name: str) -> Weight:
         raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")
     converted: Weight = format.quantize(array)
     return converted
+
+
+def log_slow_formats(names: Iterable[str | None], log: Callable[[str], None]) -> None:
+    """Log a warning for each of these formats that this machine decodes slowly."""
+    for name in dict.fromkeys(names):
+        if name is not None and (warning := parse_format(name).speed_warning) is not None:
+            log(warning)
 
 
 def for_accelerator(params: Any) -> Any:

@@ -12,7 +12,6 @@ from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import canonical_dtype
 from jaxllm.weights.formats import STACKABLE, Weight, as_format, can_stack, parse_format, to_dense
 from jaxllm.weights.paths import Params, check_params, first_match, map_leaves
-from jaxllm.weights.types import sparse
 from jaxllm.weights.types.block_weight import FALLBACKS, SUPER
 
 Rules = str | Sequence[tuple[str, str | None]]
@@ -49,12 +48,12 @@ def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
     if rules == "int4":
         return [*FOUR_BIT_RULES]
     if isinstance(rules, str):
-        parse_format(rules)
+        dense = parse_format(rules).dense_format
         rows = [*KEPT_RULES]
         if rules.startswith(("int4", "int3", "int2", "nf4", *FALLBACKS)):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
-        if sparse.parse(rules) is not None:
-            rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
+        if dense is not None:
+            rows.append((_TOKENS_AND_HEAD, dense))
         return [*rows, (".*", rules)]
     names = str, type(None)
     if isinstance(rules, tuple) and all(
@@ -111,7 +110,7 @@ def quantize(params: Params, rules: Rules) -> Params:
             `weights.formats`. Or one format's name for all matrices ("int8", "int4-g64",
             "bf16-packed"), or "int4" (`FOUR_BIT_RULES`). With a name, the position table, MoE
             routers and score heads are left alone; formats of 6 bits or fewer keep the token table
-            and the head at 8 bits; "int8-2:4" and other sparse formats keep their dense dtype.
+            and the head at 8 bits; formats that leave out zeros keep theirs.
 
     Raises:
         ConfigError: as `resolve_rules` does.

@@ -75,12 +75,11 @@ def measure(seconds: float) -> Iterator[Row]:
     from jaxllm.models.llama import LlamaConfig
     from jaxllm.ops import native
     from jaxllm.steps import run_model
-    from jaxllm.weights.formats import as_format, as_weight
+    from jaxllm.weights.formats import as_format, as_weight, parse_format
     from jaxllm.weights.paths import map_leaves
     from jaxllm.weights.precision import Precision
     from jaxllm.weights.sparsity import parse as parse_sparsity
     from jaxllm.weights.types.base import WeightBase
-    from jaxllm.weights.types.sparse import parse as parse_sparse
 
     assert native.is_enabled() and jax.default_backend() == "cpu"
     row_seconds = seconds / (len(ROWS) * sum(map(len, FORMATS.values())))
@@ -93,7 +92,7 @@ def measure(seconds: float) -> Iterator[Row]:
             array = jnp.asarray(rng.normal(0, 0.02, form.shape).astype(np.float32), dtype)
             if len(form.shape) == 1 or "embed" in path:
                 return array
-            if parse_sparse(name) is not None:
+            if parse_format(name).dense_format is not None:
                 half = parse_sparsity("2:4" if name.endswith("2:4") else "50%")
                 array = prune_magnitude(array, half)
             return as_format(array, name)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoints.native import read_model_json
-from jaxllm.compress.pipeline import prune_to_format
+from jaxllm.compress.pipeline import compress
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.evaluate import bench
 from jaxllm.evaluate.bench import Test
@@ -28,7 +28,6 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat
 from jaxllm.weights.types.packed_bf16 import NAME as PACKED
-from jaxllm.weights.types.sparse import SparseFormat
 
 Measure = Callable[[Test], float]
 
@@ -182,12 +181,13 @@ def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
     from jaxllm.cli.options import load_model
 
     name, _, extra = fmt.partition("+")
-    sparse = isinstance(parse_format(name), SparseFormat)
+    sparse = parse_format(name).dense_format is not None
     dtype, quantize = (name, None) if name in DTYPES else ("bfloat16", None if sparse else name)
     options = {"quantize": quantize, "int8_inputs": bool(extra), "reuse_compiled": False}
     lm = load_model(directory, dtype, **options)
     if sparse:
-        lm = prune_to_format(lm, name)
+        half = "2:4" if name.endswith("2:4") else "50%"
+        lm = compress(lm, [f"prune: magnitude {half}", f"quantize: rtn {name}"])
     runs = cache(lambda test: bench.prepare_run(lm, test, 512))
     return lambda test: time_call(runs(test)), bench.weight_bytes(lm)
 

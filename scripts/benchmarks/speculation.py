@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.pipeline import prune_to_format
+from jaxllm.compress.pipeline import compress
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.ops.padding import pad_rows
 
@@ -137,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     drafts = {
         "int4": jaxllm.load(options.model, quantize="int4"),
-        "2:4": prune_to_format(jaxllm.load(options.model), "bfloat16-2:4"),
+        "2:4": compress(
+            jaxllm.load(options.model), ["prune: magnitude 2:4", "quantize: rtn bfloat16-2:4"]
+        ),
         "lookup": jaxllm.PromptLookup(),
     }
     prompts = make_prompts(lm, options.rows)

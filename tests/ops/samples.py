@@ -189,7 +189,7 @@ SPARSE = {  # dtype: the kinds for 2:4 and bitmap weights
 
 
 def _sparse(name: str, pattern: int) -> Callable[..., Matrix]:
-    """Return a sampler of `weights.types.sparse` weights; bitmap rows have any density."""
+    """Return a sampler of sparse weights; bitmap rows have any density."""
     kind = SPARSE[name][pattern]
 
     def draw(rng: Rng, rows: int, columns: int) -> Matrix:

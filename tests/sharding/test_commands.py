@@ -159,11 +159,12 @@ def test_compress_refuses_mesh(run: Run, text: Path, tmp_path: Path) -> None:
 
 @FULL
 def test_bench_prunes_and_shards_sparse_weights(run: Run, text: Path) -> None:
-    """bench --sparse prunes the weights and runs them on a mesh."""
+    """bench --step prunes the weights and runs them on a mesh."""
     times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "--json")
     out, _ = succeed(
-        run, "bench", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
-    )
+        run, "bench", "demo:llama", "--step", "prune: magnitude 2:4", "--step",
+        "quantize: rtn bfloat16-2:4", "--mesh", "tensor=2", *times
+    )  # fmt: skip
     assert len(json.loads(out)["rows"]) == 2
 
 

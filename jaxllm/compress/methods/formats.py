@@ -5,9 +5,14 @@ import dataclasses
 import jax
 
 from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, StepContext, StepSpec
-from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
+from jaxllm.weights.formats import (
+    Weight,
+    as_format,
+    as_weight,
+    log_slow_formats,
+    parse_format,
+)
 from jaxllm.weights.paths import first_match, map_leaves
-from jaxllm.weights.sparse_speed import log_slow_formats
 from jaxllm.weights.types.base import WeightBase
 
 

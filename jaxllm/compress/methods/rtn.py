@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.methods.formats import convert_inner
 from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, StepContext, StepSpec
-from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
+from jaxllm.weights.formats import Weight, as_weight, log_slow_formats, parse_format, to_dense
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.quantize import KEPT_RULES, Rules, find_format
 from jaxllm.weights.types.base import round_up
@@ -35,6 +35,7 @@ def rtn(context: StepContext[RtnOptions]) -> ModelState:
     head at 8 bits if the rest has 4.
     """
     argument, options = context.argument, context.options
+    log_slow_formats([argument], context.log)
     plain = options.on == RtnOptions().on
     rules: Rules = parse_format(argument).name if plain else [*KEPT_RULES, (options.on, argument)]
 

@@ -21,6 +21,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
 from jaxllm.research.plan.collective import StepSizes
+from jaxllm.research.sparse.weight import TAIL_PADDING, SparseFormat
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule
@@ -30,7 +31,6 @@ from jaxllm.weights.experts import plan_blocks
 from jaxllm.weights.formats import abstract_weight, parse_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.sparse import TAIL_PADDING, SparseFormat
 
 ERROR_FACTOR = 1.75  # the memory of a compiled step is within this factor of `working_bytes`
 

@@ -175,7 +175,18 @@ class WeightBase:
 
 
 class Format:
-    """A weight format: makes weights from numbers or from a file."""
+    """A weight format: makes weights from numbers or from a file.
+
+    Attributes:
+        is_data_dependent: Whether the sizes of its arrays depend on the weight's values, so that
+            shards are quantized anew.
+        dense_format: For a format that leaves out zeros, the format of the same weight with them.
+        speed_warning: What to log before a weight is stored that this machine decodes slowly.
+    """
+
+    is_data_dependent = False
+    dense_format: ClassVar[str | None] = None
+    speed_warning: ClassVar[str | None] = None
 
     @property
     def name(self) -> str:
@@ -198,6 +209,10 @@ class Format:
 
         Memory besides the result: one block.
         """
+        raise NotImplementedError
+
+    def drop_zeros(self, weight: Any) -> Any:
+        """Return a weight of `dense_format` in this format, without rounding it again."""
         raise NotImplementedError
 
     def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:

@@ -149,6 +149,7 @@ class PackedBf16Format(Format):
 
     name = NAME
     lossless_dtype = "bfloat16"
+    is_data_dependent = True
 
     def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16Weight:
         return pack_bf16(shape, blocks)

@@ -1,4 +1,4 @@
-// Sparse weights: per row a bit for each column and the nonzero numbers in column order (weights/types/sparse.py). Byte
+// Sparse weights: per row a bit for each column and the nonzero numbers in column order. Byte
 // shuffles by tables, indexed by the bits, expand them.
 //
 // Inputs are always floats: dot products of bfloat16 pairs compete with shuffles for execution ports.

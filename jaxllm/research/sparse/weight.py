@@ -1,4 +1,9 @@
-"""Sparse weights: a bit mask, and the values of the set bits."""
+"""Sparse weights: a bit mask, and the values of the set bits.
+
+bfloat16-2:4                   at most 2 of each 4 columns are nonzero: 9 bits a weight
+bfloat16-bitmap                any columns are nonzero: 1 bit per weight, 16 more if nonzero
+float32-..., int8-...          2:4 and bitmap of other dtypes; int8 with one scale per row
+"""
 
 import dataclasses
 import math
@@ -13,6 +18,7 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import cuda, native
 from jaxllm.ops.cuda.launch import Rows
+from jaxllm.research.sparse.speed import find_speed_warning
 from jaxllm.weights.safetensors import empty_aligned
 from jaxllm.weights.types.arrays import DTYPES, as_weight
 from jaxllm.weights.types.base import (
@@ -154,7 +160,7 @@ _KINDS = {
     ("bfloat16", BITMAP): native.Kind.BITMAP_BF16,
     ("int8", BITMAP): native.Kind.BITMAP_INT8,
 }
-FORMATS = tuple("-".join(key) for key in _KINDS)
+NAMES = tuple("-".join(key) for key in _KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +170,22 @@ class SparseFormat(Format):
     dtype: str
     pattern: str
 
+    is_data_dependent = True
+
     @property
     def name(self) -> str:
         return f"{self.dtype}-{self.pattern}"
+
+    @property
+    def dense_format(self) -> str:  # type: ignore[override]
+        return self.dtype
+
+    @property
+    def speed_warning(self) -> str | None:  # type: ignore[override]
+        return find_speed_warning(self.name)
+
+    def drop_zeros(self, weight: jax.Array | WeightBase) -> SparseWeight:
+        return to_sparse(weight, self.pattern)  # keeps the codes of integers
 
     @property
     def lossless_dtype(self) -> str:
@@ -275,9 +294,9 @@ class SparseFormat(Format):
             check_finite(path, arrays, ".scale")
 
 
-def parse(name: str) -> SparseFormat | None:
+def parse(name: str, _: Callable[[str], Format]) -> SparseFormat | None:
     """Parse `bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
-    return SparseFormat(*name.rsplit("-", 1)) if name in FORMATS else None
+    return SparseFormat(*name.rsplit("-", 1)) if name in NAMES else None
 
 
 def to_sparse(weight: jax.Array | WeightBase, pattern: str) -> SparseWeight:

@@ -7,8 +7,8 @@ import pytest
 import jaxllm
 from jaxllm.compress.pipeline import compress
 from jaxllm.ops import native
-from jaxllm.weights import sparse_speed
-from jaxllm.weights.sparse_speed import log_slow_formats
+from jaxllm.research.sparse import speed
+from jaxllm.weights.formats import log_slow_formats
 from tests.conftest import Run, succeed
 from tests.tiny_models import save_random
 
@@ -18,8 +18,8 @@ SLOW = "int8-bitmap decodes at 0.4x the speed of int8 on this processor"
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = {str(native.isa()): {"int8-bitmap": 0.401, "int8-2:4": 1.0}, "other": {"nf4": 0.5}}
-    monkeypatch.setattr(sparse_speed, "DECODE_SPEED", speed)
+    ratios = {str(native.isa()): {"int8-bitmap": 0.401, "int8-2:4": 1.0}, "other": {"nf4": 0.5}}
+    monkeypatch.setattr(speed, "DECODE_SPEED", ratios)
 
 
 def test_only_slow_measured_formats_are_logged() -> None:
@@ -38,7 +38,8 @@ def test_commands_and_store_step_warn(run: Run, tmp_path: Path) -> None:
     command = ("quantize", tmp_path / "hf", tmp_path / "small", "--format", "int8-bitmap")
     assert SLOW in succeed(run, *command)[1]
     sizes = ("--prompts", "8", "--decode", "1", "--depths", "0", "--batches", "1", "-r", "1")
-    assert SLOW in succeed(run, "bench", tmp_path / "hf", "--sparse", "int8-bitmap", *sizes)[1]
+    step = ("--step", "quantize: rtn int8-bitmap")
+    assert SLOW in succeed(run, "bench", tmp_path / "hf", *step, *sizes)[1]
     lines: list[str] = []
     compress(jaxllm.load(tmp_path / "hf"), ["store: int8-bitmap"], log=lines.append)
     assert SLOW in "".join(lines)

@@ -4,8 +4,6 @@ A sparse weight has fewer bytes, but a kernel has to expand it. Which of the two
 the instruction set.
 """
 
-from collections.abc import Callable, Iterable
-
 import jax
 
 from jaxllm.ops import native
@@ -58,16 +56,16 @@ DECODE_SPEED: dict[str, dict[str, float]] = {
 }
 
 
-def log_slow_formats(names: Iterable[str | None], log: Callable[[str], None]) -> None:
-    """Log each of these formats that this processor decodes more slowly than its dense format."""
+def find_speed_warning(name: str) -> str | None:
+    """Return a line on a format that this processor decodes more slowly than its dense format."""
     if not native.is_enabled() or jax.default_backend() != "cpu":
-        return
+        return None
     isa = str(native.isa())
-    for name in dict.fromkeys(names):
-        ratio = DECODE_SPEED.get(isa, {}).get(str(name), 1.0)
-        if ratio < 1:
-            dense = str(name).rpartition("-")[0]
-            log(
-                f"{name} decodes at {ratio:.2g}x the speed of {dense} on this processor ({isa}):"
-                " see docs/benchmarks/compression.md"
-            )
+    ratio = DECODE_SPEED.get(isa, {}).get(name, 1.0)
+    if ratio >= 1:
+        return None
+    dense = name.rpartition("-")[0]
+    return (
+        f"{name} decodes at {ratio:.2g}x the speed of {dense} on this processor ({isa}): see"
+        " docs/benchmarks/compression.md"
+    )

@@ -1,6 +1,7 @@
 """Sparse weights: storage, round trips, products and refused inputs."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,12 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllm
+from jaxllm.compress.pipeline import compress
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.evaluate import bench
 from jaxllm.ops import native
+from jaxllm.research.sparse.weight import TAIL_PADDING, SparseWeight, to_sparse
 from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.types.int_weight import IntWeight
-from jaxllm.weights.types.sparse import TAIL_PADDING, SparseWeight, to_sparse
+from tests.inside.test_edits import assert_edits_have_effect
+from tests.tiny_models import random_model, save_random
+from tests.weights import test_quantize, test_slicing as slicing
 from tests.weights.products import assert_products_equal
 
 PATTERNS = ("2:4", "bitmap")
@@ -195,3 +202,44 @@ def test_sparse_from_file_refuses_inconsistent_arrays(
     corrupt(pieces)
     with pytest.raises(CheckpointError, match=what):
         parse_format(name).from_file("w", weight.shape, pieces)
+
+
+@pytest.mark.parametrize("name", ["float32-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap"])
+def test_sparse_slices_equal_dense(name: str) -> None:
+    whole = leaf(9, name, slicing.SHAPE)
+    slicing.assert_columns_equal_dense(whole)
+    slicing.assert_rows_equal_dense(whole)
+    slicing.assert_runs_merge(whole)
+    for axis in (0, 1):
+        slicing.assert_parts_join(whole, axis)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sparse_stacks_and_host_rows_equal_dense(name: str) -> None:
+    test_quantize.assert_stack_equals_dense(pruned(4, (3, 7, 150)), name)
+    test_quantize.assert_host_rows_equal(leaf(3, name, (11, 64)))
+
+
+def test_edits_work_on_sparse_weights() -> None:
+    model, params = random_model("llama")
+    assert_edits_have_effect(model, jaxllm.quantize(params, "int8-bitmap"))
+
+
+@pytest.mark.parametrize("name", ["bfloat16-2:4", "int8-bitmap"])
+def test_pruned_model_keeps_larger_half(name: str, tmp_path: Path) -> None:
+    """The largest half of each group stays; embeddings stay dense; weight bytes shrink."""
+    save_random(tmp_path, "llama")
+    lm = jaxllm.load(tmp_path)
+    half = "2:4" if name.endswith("2:4") else "50%"
+    small = compress(lm, [f"prune: magnitude {half}", f"quantize: rtn {name}"])
+    before, after = (m.params["layers.0"]["mlp"]["up_proj"]["weight"] for m in (lm, small))
+    w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(to_dense(after), np.float32) != 0
+    groups = (-1, 4) if name.endswith("2:4") else (1, -1)  # bitmap: the full matrix is one group
+    for row, here in zip(w.reshape(groups), kept.reshape(groups), strict=True):
+        half = len(row) // 2
+        rounded = half // 20 + 1 if name.startswith("int8") else 0  # values that may round to 0
+        assert half - rounded <= here.sum() <= half
+        assert (row[~here] <= row[here].min()).all()
+    assert weight_format(after) == name
+    assert weight_format(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
+    assert bench.weight_bytes(small) < bench.weight_bytes(lm)
