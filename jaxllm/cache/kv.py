@@ -104,8 +104,7 @@ class KVCache(struct.PyTreeNode):
         edits_B: A fingerprint of the edits under which each row's keys were computed, uint32 `[B]`,
             0 for none; None if no row was edited (`models.site_inputs`).
         writer: Static, writes the tail if `write_at_cursor` does not (`Model.cache_writer`).
-        stage_layers: Static. In a pipeline, the layer numbers of each stage, whose heads are
-            concatenated in one array; empty if each array is one layer's.
+        joined_layers: Static (`Model.joined_layers`).
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -116,7 +115,7 @@ class KVCache(struct.PyTreeNode):
     state: tuple[Any, ...] = ()
     edits_B: Any = None
     writer: Any = struct.field(pytree_node=False, default=None)
-    stage_layers: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
+    joined_layers: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -136,9 +135,7 @@ class KVCache(struct.PyTreeNode):
     @property
     def array_layers(self) -> tuple[tuple[int | None, ...], ...]:
         """For each array of keys, the layers whose heads it holds, in order; None: no layer."""
-        return tuple(zip(*self.stage_layers, strict=True)) or tuple(
-            (i,) for i in range(len(self.tail.k))
-        )
+        return self.joined_layers or tuple((i,) for i in range(len(self.tail.k)))
 
     def unstack_layers(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Split its arrays of keys or values, `[B, S, K, H]`, into one array per layer."""
@@ -309,10 +306,10 @@ def _empty_cache(
     layers, width = range(config.num_hidden_layers), config.layer_head_dim
     keys = [(config.kv_heads(i), width(i)) for i in layers]
     values = [(config.value_heads(i), width(i)) for i in layers]
-    stage_layers = () if sharded is None else sharded.stage_layers
-    if stage_layers:
+    joined_layers = () if sharded is None else sharded.joined_layers
+    if joined_layers:
         heads, size = keys[0]
-        keys = values = [(heads * len(stage_layers), size)] * len(stage_layers[0])
+        keys = values = [(heads * len(numbers), size) for numbers in joined_layers]
 
     def zeros(sizes: tuple[int, int]) -> Entries:
         shape = (batch, capacity, *sizes)
@@ -334,7 +331,7 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         state=_empty_state(config, batch),
         writer=None if sharded is None else sharded.cache_writer,
-        stage_layers=stage_layers,
+        joined_layers=joined_layers,
     )
     return cache if sharded is None else constrain_cache(cache, sharded)
 

@@ -20,7 +20,8 @@ from jaxllm.cli.train_run import (
     load_training_model,
     run_training,
 )
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, suggest_name
+from jaxllm.runtime.plugins import find_plugins
 from jaxllm.train.settings import Distillation, Reinforcement
 
 if TYPE_CHECKING:
@@ -68,9 +69,14 @@ def full(
     target: Out,
     only: list[str] | None = None,
     keep_zeros: bool = False,
+<<<<<<< HEAD
     pipeline: str | None = None,
     microbatches: Annotated[int, typer.Option(min=1)] = 4,
     lr_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=LR")] = None,
+=======
+    objective: Annotated[str | None, typer.Option(metavar="NAME[:ARGUMENT]")] = None,
+    gate_lr: float | None = None,
+>>>>>>> 2cd5fed5 (Pipelines move to jaxllm.research: a mesh axis that a package carries out)
     *,
     experts: ExpertOptions,
     options: TrainOptions,
@@ -83,16 +89,21 @@ def full(
     Args:
         only: Regex of the only parameters to train; repeatable.
         keep_zeros: Keep zero (pruned) weights at zero.
+<<<<<<< HEAD
         pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
             microbatches as there are stages).
         microbatches: Microbatches per device batch, with --pipeline.
         lr_pattern: Learning rate of the parameters whose path matches REGEX, without decay;
             repeatable.
+=======
+        objective: Objective of another package instead of the next token's. With --mesh stage=N:
+            1f1b:4 or gpipe:4, the same by a schedule of 4 microbatches.
+        gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
+>>>>>>> 2cd5fed5 (Pipelines move to jaxllm.research: a mesh axis that a package carries out)
     """
     with spinner("starting"):
         from jaxllm.train import jobs
         from jaxllm.train.constraints import keep_zeros as find_zeros
-        from jaxllm.train.objective import ScheduledLoss
         from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
         rates = parse_patterns("--lr-pattern", lr_pattern, float)
@@ -100,14 +111,17 @@ def full(
         experts.check(checked.checkpoint.config)
         rules = tuple((regex, True) for regex in only) if only else ALL_PARAMS
         check_rules(checked.checkpoint, rules)
-        if pipeline is not None and options.mesh is None:
-            raise ConfigError("--pipeline requires stages: give --mesh stage=N with N >= 2")
+        named, _, argument = (objective or "").partition(":")
+        others = find_plugins("train_objectives") if named else {}
+        if named and named not in others:
+            raise ConfigError(
+                f"--objective {named!r:.40} is unknown{suggest_name(named, others)}; installed"
+                f" packages have {', '.join(others) or 'none'}"
+            )
     lm = load_training_model(model, options, "float32")
-    scheduled = None if pipeline is None else ScheduledLoss(pipeline, microbatches)
-    if scheduled is not None:
-        scheduled.pipeline_loss(lm.model)
+    chosen = others[named].load()(argument, lm.model) if named else None
     kept = find_zeros(trainable_params(lm.params), rules) if keep_zeros else None
-    job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
+    job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=chosen, constraint=kept)
     job = experts.add_to(job)
     run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")
 

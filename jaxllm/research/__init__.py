@@ -4,6 +4,7 @@ long_attention: LongNet and Infini-attention, and the command `jaxllm infini`.
 needle: a fact in a long text, and the command `jaxllm recall`.
 plan: estimates of memory, communication and time on a mesh, and the command `jaxllm plan`.
 llama_batch: batches of tokens in the style of llama.cpp's `llama_decode`.
+pipeline: layers in stages, and schedules of microbatches.
 sparse: weights without their zeros.
 static_inputs: linears whose inputs are rounded on calibrated grids, and how to find these.
 

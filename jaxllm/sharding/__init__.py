@@ -17,16 +17,16 @@ rules, derived from each family's metadata, and the configuration that one devic
 shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
 `PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
 shard_list: parameters that are stored as a list of shards. tensor_parallel, expert_parallel:
-weights with products that communicate. adapters:
-places new adapters for training. model_sharding: what a sharded model is made of. local_params: the
-parameters as one device uses them. call: how a call is sharded over rows, layers and tokens, and
-the call itself. sharded_model: the model, its parameters gathered, and what loading and
+weights with products that communicate. model_sharding: what a sharded model is made of.
+local_params: the parameters as one device uses them. call: how a call is sharded over rows and
+tokens, and the call itself. sharded_model: the model, its parameters gathered, and what loading and
 training ask of any model about its mesh. collective_stats: statistics of the collectives in a
-compiled program. context_parallel/: sharding by tokens, attention above all. pipeline/:
-layers in stages.
+compiled program. context_parallel/: sharding by tokens, attention above all.
 
 To add an axis, add its name to `mesh_spec.AXES` and a field to `MeshSpec` (the last axes get the
-nearest devices), then rows of `partition_rules` or `partition_specs` for what it shards.
+nearest devices), then rows of `partition_rules` or `partition_specs` for what it shards. If a
+package has what it takes, add the axis to `mesh_spec.PLUGIN_AXES`: the package has a subclass of
+`ShardedModel`.
 Communication inside the module goes into a weight class (`local_params`), or, for a sharded stream,
 around the module's call (`CallSharding.run`). Meshes hash by their sizes, so a program compiled for
 one is never used for another; with several devices, no program is saved to disk

@@ -1,8 +1,8 @@
 """How a call of a model is sharded: which mesh axes split its rows, layers and tokens.
 
 A layout (Shazeer et al. 2018, arXiv 1811.02084, section 3) assigns mesh axes to each dimension of
-an array. For a call, rows are split over `data` and `expert`; layers over stages; tokens over
-`sequence` (`context_parallel.dispatch`) and, between linears, over `tensor`
+an array. For a call, rows are split over `data` and `expert`; tokens over `sequence`
+(`context_parallel.dispatch`) and, between linears, over `tensor`
 (`context_parallel.sequence_parallel`). An axis of size 1 does nothing. Each device then runs the
 module's own call on local arrays, inside the one `jax.shard_map` that is made here.
 """
@@ -24,7 +24,6 @@ from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, AxisNames
-from jaxllm.sharding.pipeline.stage_params import unstack_trace
 from jaxllm.sharding.tensor_parallel import SequenceSlice
 from jaxllm.weights.paths import Params
 
@@ -153,7 +152,7 @@ class CallSharding:
             self.row_axes,
             self.axes,
             self.context_parallel.axis,
-            layers=[n for n in self.model.layer_table[0] if n is not None],
+            layers=self.model.local_layers,
             single_column=self.single_column,
             vocab_axes=self.vocab_axes,
             read=self.read,
@@ -171,8 +170,6 @@ class CallSharding:
                 trace.logits, self.axes, P(None, None, self.vocab_axes)
             )
             trace = trace.replace(layers=tuple(map(self._replicate_layer, trace.layers)), **outputs)
-        if self.axes.stage > 1:
-            return unstack_trace(trace, self.model.layer_table)
         splits_tokens = self.axes.sequence_parallel or self.axes.sequence > 1
         return SplitTrace(**vars(trace)) if splits_tokens and self.columns > 1 else trace
 

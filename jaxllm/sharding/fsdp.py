@@ -118,7 +118,7 @@ class FsdpSharder(ParamSharder):
     def _shard_over_data(self, path: str, weight: Weight) -> Weight:
         if isinstance(weight, NotLocal):
             return weight
-        split, mesh = self._model.find_rule(path), self._stage_mesh(path)
+        split, mesh = self._model.find_rule(path), self.find_mesh(path)
         specs = add_data_axis(
             path, weight, param_specs(path, weight, split, self._axes, None), self._axes
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.sharding import partition_specs
@@ -19,7 +18,6 @@ from jaxllm.sharding.expert_parallel import ExpertParallel
 from jaxllm.sharding.fsdp import add_data_axis, wrap_fsdp
 from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import EXPERT_AXIS, HEAD_AXES, AxisNames, PartitionRule
-from jaxllm.sharding.pipeline.stage_params import stacked_specs
 from jaxllm.sharding.tensor_parallel import (
     ReplicatedTable,
     RowParallel,
@@ -51,7 +49,7 @@ class LocalParams:
     @cached_property
     def specs(self) -> Params:
         """The `in_specs` of the parameters for `jax.shard_map`."""
-        return map_leaves(self._spec, self.params)
+        return map_leaves(self.find_specs, self.params)
 
     def __call__(self, params: Params) -> Params:
         """Convert local shards to the module's parameters, inside `shard_map`."""
@@ -67,11 +65,7 @@ class LocalParams:
 
     def local_shard(self, path: str, part: Any) -> Any:
         """Return the shard of one parameter, without the wrapper that reduces its products."""
-        spec = self._specs_by_path[path]
-        if self.model.is_staged(path):
-            part = jax.tree.map(lambda x: x[0], part)
-            spec = jax.tree.map(lambda s: P(*s[1:]), spec)
-        return wrap_fsdp(part, spec, self.model.axes)
+        return wrap_fsdp(part, self.specs_by_path[path], self.model.axes)
 
     def _wrap_parallel(self, rule: PartitionRule, path: str, shard: Any) -> Any:
         """Wrap a shard in the parallel weight that its partition rule needs."""
@@ -96,17 +90,14 @@ class LocalParams:
         return ShardedNorm(shard, axis_names, self.model.exact) if rule.kind == "norm" else shard
 
     @cached_property
-    def _specs_by_path(self) -> dict[str, Any]:
+    def specs_by_path(self) -> dict[str, Any]:
         return dict(flatten(self.specs))
 
-    def _spec(self, path: str, leaf: Any) -> Any:
+    def find_specs(self, path: str, leaf: Any) -> Any:
+        """Return the specs of one parameter's arrays."""
         rule, axes = self.model.find_rule(path), self.model.axes
-
-        def make_spec(leaf: Any) -> Any:
-            specs = partition_specs.param_specs(path, leaf, rule, axes, self.row_axes)
-            return add_data_axis(path, leaf, specs, axes) if self.model.fsdp else specs
-
-        return stacked_specs(leaf, make_spec) if self.model.is_staged(path) else make_spec(leaf)
+        specs = partition_specs.param_specs(path, leaf, rule, axes, self.row_axes)
+        return add_data_axis(path, leaf, specs, axes) if self.model.fsdp else specs
 
 
 def _set_sharded_axes(leaf: Any, sharded_axes: tuple[AxisNames, AxisNames]) -> Any:

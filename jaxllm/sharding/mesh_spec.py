@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.runtime.multihost import is_multiprocess
 
 # name -> what it shards, outermost first: neighbors on the last axis are the nearest devices.
 AXES = {
@@ -24,6 +25,9 @@ AXES = {
 }
 # name -> an alternative mode of the axis, and the field of `MeshSpec` that selects it.
 AXIS_MODES = {"sequence": ("heads", "use_ulysses"), "tensor": ("tokens", "sequence_parallel")}
+# Axes that other packages carry out: the group `jaxllm.mesh_axes` has the class of their models, a
+# `sharding.ShardedModel`.
+PLUGIN_AXES = ("stage",)
 MAX_DEVICES = 1 << 20  # devices per axis; a larger number is a typo
 
 
@@ -144,3 +148,16 @@ def build_mesh(axes: MeshSpec) -> Mesh:
     kinds = (AxisType.Auto,) * len(axes.names)
     devices = jax.devices()[: axes.num_devices]
     return jax.make_mesh(axes.sizes, axes.names, axis_types=kinds, devices=devices)
+
+
+def submesh(mesh: Mesh, axis: str, number: int) -> Mesh:
+    """Return the submesh of the devices with this index on an axis, with the same axes."""
+    at = mesh.axis_names.index(axis)
+    return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def is_local(mesh: Mesh) -> bool:
+    """Return whether a mesh has devices of this process."""
+    return not is_multiprocess() or jax.process_index() in {
+        device.process_index for device in mesh.devices.flat
+    }

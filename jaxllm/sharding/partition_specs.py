@@ -27,7 +27,6 @@ from jaxllm.sharding.partition_rules import (
     AxisNames,
     PartitionRule,
 )
-from jaxllm.sharding.pipeline.stage_layers import stage_axis
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import block_spec, lora_rules, map_nested
 from jaxllm.weights.types.base import WeightBase
@@ -84,11 +83,7 @@ def param_specs(path: str, leaf: Any, rule: PartitionRule, axes: MeshSpec, rows:
 
 
 def cache_head_axes(axes: MeshSpec) -> tuple[str, ...]:
-    """Return the axes that split the heads of a cache.
-
-    The arrays of the pipeline stages are concatenated on this axis, so rows and slots stay where
-    they are without stages.
-    """
+    """Return the axes that split the heads of a cache, where layers are joined, too."""
     return (*STAGE_AXES, *KV_HEAD_AXES, *((SEQUENCE,) if axes.use_ulysses else ()))
 
 
@@ -166,8 +161,8 @@ def trace_specs(
 
     Args:
         split: the axis that splits tokens.
-        layers: the numbers of the layers of the first stage. The other stages' arrays are
-            concatenated with theirs on the axis of heads or features (for mass: slots).
+        layers: the numbers of the layers of the first devices of `STAGE_AXES`. The others' arrays
+            are concatenated with theirs on the axis of heads or features (for mass: slots).
         single_column: whether logits are of one column.
         vocab_axes: the axes that split logits.
         read: the sites that are read.
@@ -190,7 +185,12 @@ def trace_specs(
 
 def site_spec(site: str, rows: RowAxes, split: str | None) -> Any:
     """Return the spec of the array at a layer's site, as for `trace_specs`."""
-    axes, at = SITES[site].axes, stage_axis(site)
+    axes, at = SITES[site].axes, feature_axis(site)
     over = {"N": HEAD_AXES, "F": HEAD_AXES, "K": KV_HEAD_AXES}.get(axes[at], ())
     split_axes: dict[int, Any] = {0: rows, axes.index("T"): split, at: (*STAGE_AXES, *over)}
     return P(*(split_axes[i] for i in range(3)))
+
+
+def feature_axis(site: str) -> int:
+    """Return the axis of heads or features of the array at a layer's site."""
+    return 1 if SITES[site].axes.startswith("BN") else 2

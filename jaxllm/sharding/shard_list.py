@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jaxllm.runtime.multihost import is_multiprocess
 from jaxllm.weights.types.arrays import as_weight
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.packed_bf16 import PackedBf16Weight
@@ -133,3 +134,36 @@ def _set_max_escapes(x: Any, count: int) -> Any:
     if isinstance(x, ShardList):
         return x.replace(shards=_set_max_escapes(x.shards, count))
     return x.replace(max_escapes=count) if isinstance(x, PackedBf16Weight) else x
+
+
+def equalize_over_mesh(mesh: Mesh, shares: Sequence[Any]) -> list[Any]:
+    """Pad shards to arrays of equal shapes; each process of the mesh has some of them."""
+    lengths = np.array(max_lengths(shares))
+    if is_multiprocess():  # those of the mesh alone take part
+        by_device = NamedSharding(mesh, P(mesh.axis_names))
+        every = jax.make_array_from_callback(
+            (mesh.size, len(lengths)), by_device, lambda _: lengths[None]
+        )
+        largest = jax.jit(_max_rows, out_shardings=NamedSharding(mesh, P()))(every)
+        lengths = np.asarray(largest.addressable_data(0))
+    return equalize_shapes(shares, lengths.tolist())
+
+
+def _max_rows(x: jax.Array) -> jax.Array:
+    return x.max(axis=0)
+
+
+def concat_shards(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
+    """Concatenate the arrays of each index of a mesh axis along `at`, without communication.
+
+    Args:
+        arrays: of equal shapes; those of which this process has a part.
+    """
+    spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
+    spec += [None] * (at + 1 - len(spec))
+    spec[at], shape = axis, list(arrays[0].shape)
+    shape[at] *= mesh.shape[axis]
+    shards = [shard.data for x in arrays for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), NamedSharding(mesh, P(*spec)), shards
+    )

@@ -19,26 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.multihost import is_multiprocess, to_host
-from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
+from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, is_local, submesh
 from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule
-from jaxllm.sharding.pipeline.stage_layers import AXIS
-from jaxllm.sharding.pipeline.stage_params import (
-    concat_shards,
-    equalize_over_mesh,
-    find_stage,
-    is_local,
-    stack_stages,
-    submesh,
-)
-from jaxllm.sharding.shard_list import ShardList
+from jaxllm.sharding.shard_list import ShardList, concat_shards, equalize_over_mesh
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.lazy import LazyTensor, concat_tensors
 from jaxllm.weights.load import NotLocal, ParamPlacer
-from jaxllm.weights.paths import Params
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight, strip_adapters
 from jaxllm.weights.types.wrapper import WeightWrapper
+
+WrapLeaf = Callable[[str, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +97,10 @@ class ParamSharder(ParamPlacer):
     """Shards parameters over the devices of a mesh as they are read, by the partition rules."""
 
     def __init__(self, model: ModelSharding) -> None:
-        self._model, self._axes, self._table = model, model.axes, model.layer_table
+        self._model, self._axes = model, model.axes
 
     def is_local(self, path: str) -> bool:
-        return is_local(self._stage_mesh(path))
+        return is_local(self.find_mesh(path))
 
     def place_weight(self, path: str, weight: Weight) -> Weight:
         if not self.is_local(path):
@@ -136,6 +128,36 @@ class ParamSharder(ParamPlacer):
         rule = self._model.find_rule(path)
         return self._place_lora(path, weight, rule, strip_adapters(weight))
 
+    def attach_adapter(self, path: str, weight: Weight, wrap: WrapLeaf) -> Weight:
+        """Add an adapter to a weight where it is, and place its arrays.
+
+        Args:
+            wrap: wraps the weight at a path of the unsharded model; returns a weight without an
+                adapter unchanged.
+
+        Raises:
+            ConfigError: if it cannot be placed.
+        """
+        wrapped = wrap(path, weight)
+        if wrapped is weight:
+            return weight
+        self.check_adapter(path, wrapped)
+        return _clear_norms(self.place_adapter(path, wrapped))
+
+    def check_adapter(self, path: str, adapted: LoraWeight) -> None:
+        """Raise ConfigError for an adapter that cannot be trained on this mesh."""
+        if adapted.dropout and self._axes.sequence > 1:
+            raise ConfigError(
+                "dropout is drawn for whole texts, but the sequence axis splits them. Drop it, or"
+                " use a mesh with sequence=1"
+            )
+        parts = self._axes.num_shards(self._model.find_rule(path).axis_names)
+        if adapted.magnitude is not None and adapted.site == "rows" and parts > 1:
+            raise ConfigError(
+                f"{path}: DoRA cannot train column norms of a table whose rows are sharded. Remove"
+                " it from DoRA's targets, or use a mesh with tensor=1"
+            )
+
     def load_tensor(
         self,
         path: str,
@@ -152,7 +174,7 @@ class ParamSharder(ParamPlacer):
                 return self._read_shards(path, tensor.rows(begin, end), read, rule, mesh)
 
             return self._shard_experts(path, tensor.shape[0], shard)
-        return self._read_shards(path, tensor, read, rule, self._stage_mesh(path))
+        return self._read_shards(path, tensor, read, rule, self.find_mesh(path))
 
     def _read_shards(
         self,
@@ -185,7 +207,7 @@ class ParamSharder(ParamPlacer):
         self, path: str, count: int, shard: Callable[[int, int, Mesh], Weight]
     ) -> Weight:
         """Place whole experts on the devices that own them, then join them to one stack."""
-        size, mesh = count // self._axes.expert, self._stage_mesh(path)
+        size, mesh = count // self._axes.expert, self.find_mesh(path)
         owners = [submesh(mesh, EXPERT_AXIS, i) for i in range(self._axes.expert)]
         parts = [shard(i * size, (i + 1) * size, o) for i, o in enumerate(owners) if is_local(o)]
         axis = 1 if isinstance(parts[0], ShardList) else 0
@@ -195,21 +217,14 @@ class ParamSharder(ParamPlacer):
         )
         return joined
 
-    def finish(self, params: Params) -> Params:
-        """Stack the layers of all stages (see `pipeline.stack_stages`)."""
-        if len(self._table) == 1:
-            return params
-        return stack_stages(params, self._model.layers, self._table, build_mesh(self._axes))
-
-    def _stage_mesh(self, path: str) -> Mesh:
-        """Return the devices that split a parameter: those of its stage."""
-        mesh, stage = build_mesh(self._axes), find_stage(path, self._model.layers, self._table)
-        return mesh if stage is None or len(self._table) == 1 else submesh(mesh, AXIS, stage)
+    def find_mesh(self, path: str) -> Mesh:
+        """Return the devices that split a parameter."""
+        return build_mesh(self._axes)
 
     def _shard_weight(
         self, path: str, weight: Weight, rule: PartitionRule, mesh: Mesh | None = None
     ) -> Weight:
-        mesh = mesh or self._stage_mesh(path)
+        mesh = mesh or self.find_mesh(path)
         if rule is REPLICATED:
             placed: Weight = jax.tree.map(partial(replicate, mesh), weight)
             return placed
@@ -259,7 +274,7 @@ class ParamSharder(ParamPlacer):
                 ((begin, end),) = split.ranges(number)
                 with _name_errors(split):
                     weight.check_columns(begin, end)
-        mesh = self._stage_mesh(path)
+        mesh = self.find_mesh(path)
         return map_nested(
             weight, rule, lambda name, x, rule: self._shard_weight(f"{path}.{name}", x, rule, mesh)
         )
@@ -279,6 +294,13 @@ class ParamSharder(ParamPlacer):
             inner = self._place_lora(path, weight.weight, rule, inner)
         adapted: LoraWeight = known.replace(weight=inner, **fields)
         return adapted
+
+
+def _clear_norms(leaf: Any) -> Any:
+    """Clear the norms of a DoRA weight: they change in training and are computed at each use."""
+    if not isinstance(leaf, LoraWeight):
+        return leaf
+    return leaf.replace(norm=None, weight=_clear_norms(leaf.weight))
 
 
 @contextlib.contextmanager

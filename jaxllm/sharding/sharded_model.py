@@ -1,13 +1,12 @@
 """A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -17,25 +16,20 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.sites import SITES, split_name
-from jaxllm.ops import native
 from jaxllm.runtime.multihost import to_host
+from jaxllm.runtime.plugins import find_plugins
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.call import CallSharding
 from jaxllm.sharding.context_parallel import sequence_parallel
-from jaxllm.sharding.context_parallel.dispatch import (
-    SplitCacheWriter,
-    check_chunks,
-    check_context_parallel,
-)
+from jaxllm.sharding.context_parallel.dispatch import SplitCacheWriter, check_context_parallel
 from jaxllm.sharding.fsdp import FsdpSharder
 from jaxllm.sharding.local_params import LocalParams
-from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
+from jaxllm.sharding.mesh_spec import PLUGIN_AXES, MeshSpec, build_mesh, parse_mesh
 from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, local_config, resolve_mesh
-from jaxllm.sharding.pipeline import decode
-from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
 from jaxllm.sharding.shard_list import ShardList
-from jaxllm.sharding.shard_params import ParamSharder, replicate
+from jaxllm.sharding.shard_params import ParamSharder, WrapLeaf, replicate
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 from jaxllm.weights.lazy_gather import LazyWeight
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, map_leaves
@@ -54,6 +48,8 @@ class ShardedModel(ModelSharding, Model):
     sharded, `LocalParams` how the parameters are. Use `make_sharded_model` to make one: it checks
     the configuration.
     """
+
+    options: ClassVar[tuple[str, ...]] = ("exact", "fsdp")  # fields that `make_sharded_model` sets
 
     def clone(self, **changes: Any) -> "ShardedModel":
         """Return the model with other fields, as a Flax module does."""
@@ -84,9 +80,18 @@ class ShardedModel(ModelSharding, Model):
         cached = {"segments": segments} | ({"state": state} if state else {})
         batch, columns = token_BT.shape
         call = CallSharding(self, batch, columns, column_B is not None, attention_mass, read)
-        local = LocalParams(self, variables["params"], call.row_axes, call.token_slice)
+        local = self.local_params(variables["params"], call.row_axes, call.token_slice)
         apply = partial(local_module(self).apply, attention_mass=attention_mass, read=read)
         return call.run(apply, local, row_inputs, cached)
+
+    def local_params(
+        self,
+        params: Params,
+        row_axes: partition_specs.RowAxes,
+        token_slice: SequenceSlice | None = None,
+    ) -> LocalParams:
+        """Return the parameters as one device has them."""
+        return LocalParams(self, params, row_axes, token_slice)
 
     @property
     def cache_sharding(self) -> Placement:
@@ -103,10 +108,6 @@ class ShardedModel(ModelSharding, Model):
             return None
         return SplitCacheWriter(self.axes)
 
-    @property
-    def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
-        return tuple(map(tuple, self.layer_table)) if self.axes.stage > 1 else ()
-
     def make_placer(self) -> ParamSharder:
         """Return the placer that shards parameters as they are read."""
         return (FsdpSharder if self.fsdp else ParamSharder)(self)
@@ -116,10 +117,10 @@ class ShardedModel(ModelSharding, Model):
         return placer.finish(map_leaves(placer.place_weight, params))
 
     def gather_lazy(self, params: Params) -> Params:
-        return gather_lazy(params, self.unsharded_paths)
+        return map_leaves(lambda _, leaf: lazy_weight(leaf), params)
 
     def check_sites(self, read: Sequence[str] = (), edited: Sequence[str] = ()) -> None:
-        is_split = self.axes.stage > 1 or self.axes.sequence > 1 or self.axes.sequence_parallel
+        is_split = self.axes.sequence > 1 or self.axes.sequence_parallel
         over = self.axes.num_shards(HEAD_AXES)
         for name in read:
             if over > 1 and name.endswith(".attn.result"):
@@ -130,7 +131,7 @@ class ShardedModel(ModelSharding, Model):
                 raise ConfigError(
                     f"site {name} cannot be edited on mesh {self.axes}, where no device has all of"
                     " it. Use a mesh of data only, or"
-                    + (" one without stage, sequence and :tokens" if is_split else " attn_out")
+                    + (" one without sequence and :tokens" if is_split else " attn_out")
                 )
 
     def num_data_shards(self, rows: int) -> int:
@@ -144,17 +145,13 @@ class ShardedModel(ModelSharding, Model):
         is_sharded = self.axes.num_shards(VOCAB_AXES) > 1
         return self.clone(sharded_logits=True) if is_sharded and not self.exact else self
 
-    # Decoding in stages (`generation.loops.pipelined`).
+    def check(self) -> None:
+        """Raise ConfigError if its layers cannot be run on its mesh."""
 
-    def empty_pipeline(self, rows: int) -> jax.Array:
-        """Return the activations between stages before the first tick."""
-        shape = (rows // self.axes.stage, 1, self.axes.stage * self.config.hidden_size)
-        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
-
-    def run_tick(self, params: Params, *inputs: Any) -> tuple[jax.Array, jax.Array, Segment]:
-        """Run each stage's layers on its group (see `pipeline.decode.run_tick`)."""
-        with native.use_one_path(self.precision.invariant):
-            return decode.run_tick(self, local_module(self), params, *inputs)
+    def with_config(self, config: ModelConfig, precision: Precision) -> "ShardedModel":
+        """Return a model that is sharded as this one. Raises ConfigError if it cannot be."""
+        options = {name: getattr(self, name) for name in self.options}
+        return make_sharded_model(config, precision, parse_mesh(str(self.axes)), **options)
 
 
 def make_sharded_model(
@@ -163,15 +160,14 @@ def make_sharded_model(
     axes: MeshSpec,
     *,
     exact: bool = False,
-    chunks: int = 1,
-    microbatches: int | None = None,
     fsdp: bool = False,
+    **options: Any,
 ) -> ShardedModel:
     """Make a sharded model.
 
     Args:
-        chunks: see `pipeline.forward.PipelineRunner`, also for microbatches.
         fsdp: see `sharding.fsdp`.
+        options: those of the package that carries out an axis (`mesh_spec.PLUGIN_AXES`).
 
     Raises:
         ConfigError: if the model does not fit the mesh, or there are too few devices.
@@ -182,10 +178,15 @@ def make_sharded_model(
     build_mesh(axes)
     if not exact:
         check_int8_blocks(config, precision, axes)
-    runner = PipelineRunner(axes.stage, chunks, microbatches)
-    check_stages(config, precision, runner)
-    check_chunks(axes, chunks)
-    return ShardedModel(config, precision, axes, exact, runner, fsdp)
+    kind = ShardedModel
+    for name in PLUGIN_AXES:
+        if getattr(axes, name) > 1:
+            kind = find_plugins("mesh_axes")[name].load()
+    if unknown := options.keys() - {*kind.options}:
+        raise ConfigError(f"mesh {axes} has no options {', '.join(sorted(unknown))}. Drop them")
+    model = kind(config, precision, axes, exact=exact, fsdp=fsdp, **options)
+    model.check()
+    return model
 
 
 def unshard_model(model: Model) -> Model:
@@ -203,10 +204,7 @@ def shard_model_like(model: Model, other: Model) -> Model:
     """
     if not isinstance(other, ShardedModel):
         return model
-    return make_sharded_model(
-        model.config, model.precision, parse_mesh(str(other.axes)),
-        exact=other.exact, chunks=other.runner.chunks, fsdp=other.fsdp,
-    )  # fmt: skip
+    return other.with_config(model.config, model.precision)
 
 
 def with_sharded_rows(model: Model) -> Model:
@@ -234,6 +232,17 @@ def replicate_arrays(model: Model, tree: V) -> V:
     return replicated
 
 
+def attach_adapter(model: Model, params: Params, wrap: WrapLeaf) -> Params:
+    """Add an adapter for training to parameters where they are, and place its arrays.
+
+    Args, Raises: as `ParamSharder.attach_adapter`.
+    """
+    if not isinstance(model, ShardedModel):
+        return map_leaves(wrap, params)
+    placer = model.make_placer()
+    return map_leaves(lambda path, weight: placer.attach_adapter(path, weight, wrap), params)
+
+
 def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec) -> None:
     """Raise ConfigError if sharding would split a block of columns that are rounded together."""
     over = axes.num_shards(HEAD_AXES)
@@ -255,42 +264,27 @@ def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec)
 def local_module(model: ModelSharding) -> nn.Module:
     """Return the module that one device runs."""
     module: Any = models.build(local_config(model.config, model.axes), model.precision)
-    if model.axes.stage > 1:
-        module = module.clone(runner=model.runner)
+    if model.layer_runner is not None:
+        module = module.clone(runner=model.layer_runner)
     return module.clone(remat=True) if model.remat else module
 
 
-def gather_lazy(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Params:
-    """Return the parameters of the unsharded model, a `LazyWeight` each.
-
-    Shards are merged in their own format, and the layers of pipeline stages are separated.
+def lazy_weight(leaf: Any, part: int | None = None) -> LazyWeight:
+    """Return a parameter of the unsharded model, whose shards are merged in their own format.
 
     Args:
-        names: gives the paths of the entries of a stacked parameter, one per stage; None: empty.
+        part: the index on the first axis of all arrays, if several parameters share them.
     """
-    gathered: Params = {}
-    for name, value in params.items():
-        each = names(name)
-        for i, own in enumerate(each):
-            if own is None:
-                continue
-            stage = i if len(each) > 1 else None
-            gathered[own] = map_leaves(partial(_lazy_weight, stage), {"": value})[""]
-    return gathered
-
-
-def _lazy_weight(stage: int | None, _: str, leaf: Any) -> LazyWeight:
-    """Return one parameter, or a stage's entry of a stacked one."""
 
     def own(x: jax.Array) -> np.ndarray:  # sliced on the host: devices may slice by summing
         array = np.asarray(to_host(x))
-        return array if stage is None else array[stage]
+        return array if part is None else array[part]
 
     def read() -> Any:
         local_leaves = jax.tree.map(own, leaf)
         return jax.tree.map(_merge_shards, local_leaves, is_leaf=lambda x: isinstance(x, ShardList))
 
-    form = jax.eval_shape(lambda: leaf if stage is None else jax.tree.map(lambda x: x[0], leaf))
+    form = jax.eval_shape(lambda: leaf if part is None else jax.tree.map(lambda x: x[0], leaf))
     if isinstance(form, ShardList) and not isinstance(form.shards, WeightBase):
         form = jax.ShapeDtypeStruct(form.shape, form.dtype)
     return LazyWeight(read, form)

@@ -253,7 +253,7 @@ def prompt_tuning(
     before = 0 if prefix is None else int(prefix.length_B[0])
     if lm.model.is_sharded and prefix is not None:
         raise ConfigError("a prompt after a prefix cannot be trained on a mesh: drop --mesh")
-    if kind == "entries" and lm.model.stage_layers:
+    if kind == "entries" and lm.model.joined_layers:
         raise ConfigError(
             "a prompt of keys and values cannot be trained in pipeline stages: train embeddings, or"
             " use a mesh with stage=1"

@@ -24,8 +24,7 @@ from jaxllm.lm import LM
 from jaxllm.ops.target import target
 from jaxllm.runtime.multihost import check_processes_agree
 from jaxllm.runtime.validation import check_dtype, check_seed
-from jaxllm.sharding.adapters import attach_adapter
-from jaxllm.sharding.sharded_model import with_sharded_rows
+from jaxllm.sharding.sharded_model import attach_adapter, with_sharded_rows
 from jaxllm.train.data.rows import Data
 from jaxllm.train.loop import PrepareRows, TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken, Objective

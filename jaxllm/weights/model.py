@@ -44,12 +44,20 @@ class Model:
         return None
 
     @property
-    def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
-        """The layer numbers of each pipeline stage, in the order of a cache's arrays.
+    def joined_layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """The layers whose heads each array of a cache's keys holds, None for an empty place.
 
-        None marks an empty place. It is empty if each array belongs to one layer.
+        It is empty if each array belongs to one layer.
         """
         return ()
+
+    def decode_loop(self, rows: int) -> Any:
+        """Return a loop that decodes in another order than `generation.loops.rounds`; None: none.
+
+        It takes the arguments of `ROUNDS` without the counts and the attention mass, and returns
+        what `ROUNDS` does without the mass. Tokens and random keys are the same.
+        """
+        return None
 
     def shard(self, params: Params) -> Params:
         """Shard parameters of the unsharded model."""
@@ -69,8 +77,7 @@ class Model:
     def unsharded_paths(self, path: str) -> tuple[str | None, ...]:
         """Return the unsharded model's paths of the parameter at `path`.
 
-        That is one path, or in a pipeline one for each stage, None for a stage that has nothing
-        there.
+        That is one path, or those of the layers that share its arrays, None for an empty place.
         """
         return (path,)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig, init_adapter, make_attacher
-from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.mesh_spec import parse_mesh
+from jaxllm.sharding.sharded_model import attach_adapter
 from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken

@@ -12,13 +12,13 @@ from jaxllm import steps
 from jaxllm.cache import init_cache
 from jaxllm.errors import ConfigError
 from jaxllm.generation.loops.generate import generate
+from jaxllm.research.pipeline.one_f_one_b import make_pipeline_loss, sum_loss
 from jaxllm.sharding.mesh_spec import parse_mesh
-from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, sum_loss
 from jaxllm.train.data.rows import Rows
+from tests.research.pipeline.test_pipeline import check_caches, error_message, of_layers
+from tests.research.pipeline.test_pipeline_training import numbers, plain, summed
 from tests.sharding import mesh_matrix
 from tests.sharding.context_parallel.test_model import LENGTHS, MORE, QUICK, packed, prompt
-from tests.sharding.test_pipeline import check_caches, error_message, of_layers
-from tests.sharding.test_pipeline_training import numbers, plain, summed
 from tests.sharding.tiny_models import check_trace, largest_difference, shard_model
 
 pytestmark = pytest.mark.devices
@@ -97,7 +97,7 @@ def check(family: str, mesh: str, slots: int) -> None:
     (mine, ours), (whole, theirs) = found
     assert largest_difference(mine, whole) < mesh_matrix.CLOSE
     np.testing.assert_array_equal(ours.token_BT, theirs.token_BT)
-    check_caches(over, ours.cache, theirs.cache)
+    check_caches(ours.cache, theirs.cache)
 
 
 @pytest.mark.parametrize(("family", "mesh"), CASES)

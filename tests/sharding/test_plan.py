@@ -24,7 +24,7 @@ from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.precision import Precision
-from tests.sharding.test_pipeline import of_layers
+from tests.research.pipeline.test_pipeline import of_layers
 from tests.sharding.tiny_models import FAMILIES, WIDE, make_model, shard_model
 
 pytestmark = pytest.mark.devices

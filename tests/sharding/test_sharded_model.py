@@ -361,7 +361,7 @@ def test_mesh_programs_are_not_cached_on_disk(
     assert not list(tmp_path.glob(f"*{compile_cache.SUFFIX}"))
 
 
-@pytest.mark.parametrize("mesh", ["stage=2,tensor=2", "data=2,sequence=2"])
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2", "stage=2,tensor=2"])
 def test_score_head_is_replicated(mesh: str) -> None:
     """Its outputs at the last tokens are those of one device."""
     model, params = make_model("llama")

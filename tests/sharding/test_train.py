@@ -14,10 +14,10 @@ from jaxllm.adapters import LoraConfig, extract_adapter, init_adapter, make_atta
 from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import ShardedModel, make_sharded_model
-from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
+from jaxllm.sharding.sharded_model import attach_adapter
 from jaxllm.train import loop
 from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import Rows
@@ -60,7 +60,7 @@ def on_mesh(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 EPS = 1e-3  # Adam: a smaller one would amplify gradients that are pure rounding (key biases)
-MESH_OPTIONS = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
+MESH_OPTIONS = ("--mesh", CUBE, "--objective", "1f1b:2")
 EXPERTS = {"mixtral": {"num_local_experts": 4}}
 
 
@@ -272,7 +272,7 @@ def test_train_command_runs_on_three_axes(
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
     assert_close_params(found[1], found[0], off=3e-4)  # two Adam steps of 1e-4 in either direction
     command = "train", "full", "demo:llama", tmp_path / "p", *given
-    assert_refused(run, "--pipeline requires stages", *command, "--pipeline", "1f1b")
+    assert_refused(run, "requires pipeline stages", *command, "--objective", "1f1b")
     assert_refused(run, "give --mesh data=N", *command, "--fsdp")
 
 

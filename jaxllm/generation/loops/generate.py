@@ -23,7 +23,6 @@ from jaxllm.generation.loops.capacity import (
 )
 from jaxllm.generation.loops.finish import Finish, token_budgets
 from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
-from jaxllm.generation.loops.pipelined import PIPELINED_ROUNDS, row_groups
 from jaxllm.generation.loops.rounds import ROUND, ROUNDS, LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import (
     FIRST_DRAW,
@@ -44,6 +43,7 @@ from jaxllm.models.inputs import (
 from jaxllm.models.packing import promise_packed
 from jaxllm.models.site_inputs import check_edits, check_read, label_cache
 from jaxllm.models.sites import SITES, split_name
+from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
@@ -169,8 +169,8 @@ def generate(
     while run.is_running:
         tails = Tails(run.cache.replace(frozen=()))
         inputs = run.inputs.replace(frozen=run.cache.frozen)
-        if run.in_groups:
-            tails, rows, done, drawn = PIPELINED_ROUNDS(plan, inputs, tails, run.rows)
+        if run.loop is not None:
+            tails, rows, done, drawn = run.loop(plan, inputs, tails, run.rows)
             mass = None
         else:
             counts = (np.int32(plan.rounds), np.int32(1))
@@ -239,8 +239,8 @@ def join_steps(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class _Run(NamedTuple):
     """A generation between two calls of its loop.
 
-    first: The tokens after the prompts. finish_B: Why rows ended, on the host. in_groups: Whether
-    stages of a pipeline decode a group of rows each. mass: Attention mass so far.
+    first: The tokens after the prompts. finish_B: Why rows ended, on the host. loop: The model's
+    own (`Model.decode_loop`). mass: Attention mass so far.
     """
 
     plan: LoopPlan
@@ -249,7 +249,7 @@ class _Run(NamedTuple):
     rows: RowState
     first: Drawn
     finish_B: np.ndarray
-    in_groups: bool
+    loop: CachedJit | None
     mass: jax.Array | None
 
     @property
@@ -279,14 +279,14 @@ class _Start(NamedTuple):
     rows: RowState
     passes: PromptPasses
     donate: bool
-    in_groups: bool
+    loop: CachedJit | None
 
     def follow_prompt(self, out: StepOutput) -> _Run:
         """Draw the first token of each row; return the run."""
         plan, inputs = self.plan, self.inputs
         rows, first = FIRST_DRAW(plan.top, plan.processed, self.rows, out.logits)
         finish_B, mass = np.asarray(rows.finish_B), out.attention_mass
-        return _Run(plan, inputs, out.cache, rows, first, finish_B, self.in_groups, mass)
+        return _Run(plan, inputs, out.cache, rows, first, finish_B, self.loop, mass)
 
 
 def _prepare(
@@ -356,9 +356,7 @@ def _prepare(
     passes.prepare()
     if overflow is None:
         model = promise_packed(model, cache, lengths_B)
-    in_groups = (
-        not (by_step or overflow or attention_mass) and row_groups(model, cache.batch) is not None
-    )
+    loop = None if by_step or overflow or attention_mass else model.decode_loop(cache.batch)
     rows = start_rows(token_BL, length_B, budget_B, sampler, seed, eos_token_ids)
     plan = LoopPlan(
         model, 1 if by_step else token_BL.shape[1], top=top_logprobs, processed=processed_logprobs,
@@ -373,11 +371,11 @@ def _prepare(
         if budget_B.max() > 1:
             if by_step:
                 ROUND.prepare(*loop_args)
-            elif in_groups:
-                PIPELINED_ROUNDS.prepare(*loop_args)
+            elif loop is not None:
+                loop.prepare(*loop_args)
             else:
                 ROUNDS.prepare(*loop_args, np.int32(0), np.int32(0), None)
-    return _Start(plan, inputs, rows, passes, given is None, in_groups)
+    return _Start(plan, inputs, rows, passes, given is None, loop)
 
 
 def _make_result(

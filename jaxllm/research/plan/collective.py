@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig
+from jaxllm.research.pipeline.stage_layers import tick_layers
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import local_config
 from jaxllm.sharding.partition_specs import find_row_axes
-from jaxllm.sharding.pipeline.stage_layers import tick_layers
 from jaxllm.weights.precision import Precision
 
 OpKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]

@@ -15,10 +15,10 @@ import numpy as np
 from jaxllm.models import get_family
 from jaxllm.models.moe import MoEConfig
 from jaxllm.ops.kv_quant import cast
+from jaxllm.research.pipeline.stage_layers import tick_layers
 from jaxllm.research.plan.collective import Collective, OpKind, StepSizes
 from jaxllm.sharding.context_parallel.dispatch import AXIS
 from jaxllm.sharding.expert_parallel import BUFFER_FACTOR
-from jaxllm.sharding.pipeline.stage_layers import tick_layers
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.arrays import DTYPES
 

@@ -13,14 +13,14 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.models import build, param_shapes
 from jaxllm.models.moe import max_read_fraction
+from jaxllm.research.pipeline.forward import PipelineRunner, check_stages
+from jaxllm.research.pipeline.stage_layers import assign_layers
 from jaxllm.research.plan import communication, memory
 from jaxllm.research.plan.collective import Collective, StepSizes, rows_per_device
 from jaxllm.research.plan.hardware import Hardware
 from jaxllm.sharding.context_parallel import dispatch, sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import local_config
-from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
-from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 

@@ -20,12 +20,12 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
+from jaxllm.research.pipeline.stage_layers import assign_layers
 from jaxllm.research.plan.collective import StepSizes
 from jaxllm.research.sparse.weight import TAIL_PADDING, SparseFormat
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule
-from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import plan_split
 from jaxllm.weights.experts import plan_blocks
 from jaxllm.weights.formats import abstract_weight, parse_format

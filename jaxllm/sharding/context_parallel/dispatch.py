@@ -174,19 +174,6 @@ def check_context_parallel(config: ModelConfig, axes: MeshSpec, exact: bool) -> 
         ulysses.check_heads(*heads, axes.sequence, cached=True)
 
 
-def check_chunks(axes: MeshSpec, chunks: int) -> None:
-    """Raise ConfigError for ring attention in stages with chunks.
-
-    Stages then run different layers at one tick, but a ring needs all devices.
-    """
-    if chunks > 1 and axes.sequence > 1 and not axes.use_ulysses:
-        raise ConfigError(
-            f"ring attention cannot be combined with stages of {chunks} chunks: a ring needs all"
-            " devices at once, but the stages run different layers. Use"
-            f" sequence={axes.sequence}:heads, or one chunk"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class RingAttention:
     """Ring attention: keys and values of split tokens rotate, and queries rotate over the cache."""

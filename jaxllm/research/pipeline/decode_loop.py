@@ -19,12 +19,9 @@ from jaxllm.ops.compile_cache import CachedJit
 
 
 def row_groups(model: Any, rows: int) -> np.ndarray | None:
-    """Return the group of each row, int32 `[B]`, if stages decode one group each; else None.
-
-    It is None if the rows are not divisible into groups.
-    """
-    stages, devices = len(model.stage_layers), model.num_data_shards(rows)
-    if not stages or model.runner.chunks > 1 or rows % (devices * stages):
+    """Return the group of each row, int32 `[B]`; None if rows are not divisible into groups."""
+    stages, devices = model.axes.stage, model.num_data_shards(rows)
+    if model.chunks > 1 or rows % (devices * stages):
         return None
     size = rows // (devices * stages)
     return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)

@@ -8,10 +8,10 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import close_gaps, drop_range, load_cache, pool, save_cache, shift
+from jaxllm.research.pipeline.stage_layers import assign_layers
 from jaxllm.research.plan.estimate import plan
-from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import bytes_per_device
-from tests.sharding.test_pipeline import CLOSE, check_caches, check_generation, of_layers
+from tests.research.pipeline.test_pipeline import CLOSE, check_caches, check_generation, of_layers
 from tests.sharding.test_plan import ROWS, SLOTS, make_query
 from tests.sharding.tiny_models import check_trace, largest_difference, shard_model
 from tests.tiny_models import tokens
@@ -46,7 +46,7 @@ def test_stages_cut_layer_pattern_correctly(gemma3: Any) -> None:
     check_trace(ours, theirs, CLOSE)
     found = [jaxllm.generate(*lm, tokens(2, 9), max_new_tokens=4) for lm in pairs(gemma3)]
     np.testing.assert_array_equal(found[1].token_BT, found[0].token_BT)
-    check_caches(over, found[1].cache, found[0].cache)
+    check_caches(found[1].cache, found[0].cache)
 
 
 def pairs(lm: Any) -> list[tuple[Any, Any]]:
@@ -68,7 +68,7 @@ def test_cache_edits_rotate_keys_by_layer(gemma3: Any, tmp_path: Any) -> None:
     ]
     for change in changes:
         theirs, ours = map(change, caches)
-        check_caches(gemma3[2], ours, theirs)
+        check_caches(ours, theirs)
     save_cache(tmp_path / "kept", caches[1], *pairs(gemma3)[1])
     assert load_cache(tmp_path / "kept", *pairs(gemma3)[1]) == caches[1]
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.kv_quant import Entries
-from jaxllm.runtime.multihost import all_gather_objects, is_multiprocess
-from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable, stage_axis
-from jaxllm.sharding.shard_list import equalize_shapes, max_lengths
+from jaxllm.research.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.runtime.multihost import all_gather_objects
+from jaxllm.sharding.mesh_spec import is_local, submesh
+from jaxllm.sharding.partition_specs import feature_axis
+from jaxllm.sharding.shard_list import concat_shards, equalize_over_mesh
 from jaxllm.weights.load import NotLocal
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
@@ -51,7 +52,7 @@ def unstack_trace(trace: Trace, table: LayerTable) -> StackedTrace:
 
     def split_stages(layer: Layer) -> list[Layer]:
         axes = jax.tree.map(lambda _: 2, layer)
-        axes = axes._replace(sites={site: stage_axis(site) for site in layer.sites})
+        axes = axes._replace(sites={site: feature_axis(site) for site in layer.sites})
         if layer.attention.mass is not None:
             axes = axes._replace(attention=axes.attention._replace(mass=1))
         leaves, form = jax.tree.flatten(layer)
@@ -81,54 +82,6 @@ def find_stage(path: str, prefix: str, table: LayerTable) -> int | None:
         return None
     number = int(path.removeprefix(f"{prefix}.").partition(".")[0])
     return next(stage for stage, row in enumerate(table) if number in row)
-
-
-def submesh(mesh: Mesh, axis: str, number: int) -> Mesh:
-    """Return the submesh of the devices with this index on an axis, with the same axes."""
-    at = mesh.axis_names.index(axis)
-    return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def is_local(mesh: Mesh) -> bool:
-    """Return whether a mesh has devices of this process."""
-    return not is_multiprocess() or jax.process_index() in _mesh_processes(mesh)
-
-
-def equalize_over_mesh(mesh: Mesh, shares: Sequence[Any]) -> list[Any]:
-    """Pad shards to arrays of equal shapes; each process of the mesh has some of them."""
-    lengths = np.array(max_lengths(shares))
-    if is_multiprocess():  # those of the mesh alone take part
-        by_device = NamedSharding(mesh, P(mesh.axis_names))
-        every = jax.make_array_from_callback(
-            (mesh.size, len(lengths)), by_device, lambda _: lengths[None]
-        )
-        largest = jax.jit(_max_rows, out_shardings=NamedSharding(mesh, P()))(every)
-        lengths = np.asarray(largest.addressable_data(0))
-    return equalize_shapes(shares, lengths.tolist())
-
-
-def _max_rows(x: jax.Array) -> jax.Array:
-    return x.max(axis=0)
-
-
-def _mesh_processes(mesh: Mesh) -> set[int]:
-    return {device.process_index for device in mesh.devices.flat}
-
-
-def concat_shards(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
-    """Concatenate the arrays of each index of a mesh axis along `at`, without communication.
-
-    Args:
-        arrays: of equal shapes; those of which this process has a part.
-    """
-    spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
-    spec += [None] * (at + 1 - len(spec))
-    spec[at], shape = axis, list(arrays[0].shape)
-    shape[at] *= mesh.shape[axis]
-    shards = [shard.data for x in arrays for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(
-        tuple(shape), NamedSharding(mesh, P(*spec)), shards
-    )
 
 
 def stack_stages(params: Params, prefix: str, table: LayerTable, mesh: Mesh) -> Params:

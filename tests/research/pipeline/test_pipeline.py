@@ -11,8 +11,8 @@ from jaxllm import steps
 from jaxllm.cache.kv import init_cache
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.generation.loops.generate import generate
-from jaxllm.generation.loops.pipelined import row_groups
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+from jaxllm.research.pipeline.decode_loop import row_groups
 from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
@@ -59,10 +59,10 @@ def check_generation(model: Any, params: Any, over: Any, shared: Any, rows: int)
         theirs = generate(model, params, prompt, **options)  # type: ignore[arg-type]
         np.testing.assert_array_equal(ours.token_BT, theirs.token_BT)
         np.testing.assert_allclose(ours.logprob_BT, theirs.logprob_BT, atol=1e-3)
-        check_caches(over, ours.cache, theirs.cache)
+        check_caches(ours.cache, theirs.cache)
 
 
-def check_caches(over: Any, ours: Any, theirs: Any) -> None:
+def check_caches(ours: Any, theirs: Any) -> None:
     """Check that both caches have equal slots, keys and values, and zeros in unwritten slots."""
     for name in ("position_BS", "token_BS", "patched_BS"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
@@ -71,15 +71,9 @@ def check_caches(over: Any, ours: Any, theirs: Any) -> None:
     slots = np.arange(ours.capacity)
     meant_BS = (np.asarray(theirs.position_BS) >= 0) | (slots >= int(theirs.cursor))
     for kind in ("k", "v"):
-        whole: list[Any] = [None] * over.config.num_hidden_layers
-        for place, x in enumerate(getattr(ours.tail, kind)):
-            for row, part in zip(
-                over.layer_table, np.split(np.asarray(x), over.axes.stage, 2), strict=True
-            ):
-                if (number := row[place]) is not None:
-                    whole[number] = part
-        for layer, x in enumerate(getattr(theirs.tail, kind)):
-            assert largest_difference(whole[layer][meant_BS], np.asarray(x)[meant_BS]) < 1e-4
+        whole = ours.unstack_layers([*map(np.asarray, getattr(ours.tail, kind))])
+        for mine, other in zip(whole, getattr(theirs.tail, kind), strict=True):
+            assert largest_difference(mine[meant_BS], np.asarray(other)[meant_BS]) < 1e-4
 
 
 CASES = [
@@ -150,14 +144,14 @@ def test_more_microbatches_give_same_cache() -> None:
     """
     model, params = of_layers("llama", 4)
     prompt = tokens(4, 8)
-    found = []
+    caches = []
     for options in ({"microbatches": 1}, {"microbatches": 4}, {"microbatches": 2, "chunks": 2}):
         over, shared = shard_model(model, params, "stage=2", **options)
         _, cache = steps.prefill(over, shared, init_cache(over, 4, 11), prompt)
-        found.append((over, cache))
+        caches.append(cache)
     _, theirs = steps.prefill(model, params, init_cache(model, 4, 11), prompt)
-    for over, cache in found:
-        check_caches(over, cache, theirs)
+    for cache in caches:
+        check_caches(cache, theirs)
 
 
 @pytest.mark.full
@@ -217,9 +211,7 @@ def test_pipeline_refuses_indivisible_sizes_by_name() -> None:
     dense = {"mlp_only_layers": [0]}
     other = error_message("qwen3_moe", 2, "stage=2", changes=dense)
     assert "layers 0 and 1 would share one place of 2 stages" in other
-    assert "chunks and microbatches require a mesh" in error_message(
-        "llama", 2, "tensor=2", chunks=2
-    )
+    assert "mesh tensor=2 has no options chunks" in error_message("llama", 2, "tensor=2", chunks=2)
     assert "microbatches must be a whole number" in error_message(
         "llama", 2, "stage=2", microbatches=0
     )

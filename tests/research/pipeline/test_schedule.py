@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.sharding.pipeline.schedule import (
+from jaxllm.research.pipeline.schedule import (
     SCHEDULES,
     Job,
     Schedule,

@@ -8,7 +8,7 @@ number (t - s) / p.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -18,18 +18,19 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.cache.kv import Segment
 from jaxllm.models.layers import AttentionContext
 from jaxllm.ops.kv_quant import cast
+from jaxllm.research.pipeline.stage_layers import AXIS, run_places
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel.dispatch import AXIS as SEQUENCE, ContextParallel
 from jaxllm.sharding.context_parallel.ring import pass_on
-from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
-from jaxllm.sharding.model_sharding import ModelSharding
-from jaxllm.sharding.pipeline.stage_layers import AXIS, run_places
 from jaxllm.weights.paths import Params
+
+if TYPE_CHECKING:
+    from jaxllm.research.pipeline.model import StagedModel
 
 
 def run_tick(
-    model: ModelSharding,
+    model: "StagedModel",
     module: nn.Module,
     params: Params,
     segments: tuple[Segment, ...],
@@ -54,7 +55,7 @@ def run_tick(
     """
     batch, stages = token_B.shape[0], model.axes.stage
     rows = partition_specs.find_row_axes(model.axes, batch)
-    local = LocalParams(model, params, rows)
+    local = model.local_params(params, rows)
     context_parallel = ContextParallel(1, model.axes.sequence, model.axes.use_ulysses)
     whole = [
         partition_specs.slot_axis(model.axes, x.position_BS.shape[1]) is None for x in segments

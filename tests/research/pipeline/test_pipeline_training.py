@@ -9,12 +9,12 @@ import pytest
 from jaxllm import steps
 from jaxllm.errors import ConfigError
 from jaxllm.ops.token_logprobs import AxisNames
-from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, make_schedule_arrays, sum_loss
-from jaxllm.sharding.pipeline.schedule import SCHEDULES
+from jaxllm.research.pipeline.one_f_one_b import make_pipeline_loss, make_schedule_arrays, sum_loss
+from jaxllm.research.pipeline.schedule import SCHEDULES
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import cross_entropy
-from tests.sharding.test_pipeline import of_layers
+from tests.research.pipeline.test_pipeline import of_layers
 from tests.sharding.test_sharded_logits import texts
 from tests.sharding.tiny_models import largest_difference, shard_model
 from tests.tiny_models import VOCAB

@@ -18,7 +18,6 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Layer
 from jaxllm.models.run_blocks import run_blocks
-from jaxllm.models.sites import SITES
 
 AXIS = "stage"
 
@@ -100,11 +99,6 @@ def run_places(
         layers.append(run(x))
         x = layers[-1].x
     return tuple(layers), x
-
-
-def stage_axis(site: str) -> int:
-    """Return the axis on which the arrays of pipeline stages are concatenated."""
-    return 1 if SITES[site].axes.startswith("BN") else 2
 
 
 def layer_kinds(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | None]:

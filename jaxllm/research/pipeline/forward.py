@@ -20,10 +20,10 @@ import numpy as np
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.layers import AttentionContext, Layer
+from jaxllm.research.pipeline.schedule import Schedule, forward_only
+from jaxllm.research.pipeline.stage_layers import AXIS, assign_layers, run_places
 from jaxllm.runtime.validation import check_int
 from jaxllm.sharding.context_parallel.ring import pass_on
-from jaxllm.sharding.pipeline.schedule import Schedule, forward_only
-from jaxllm.sharding.pipeline.stage_layers import AXIS, assign_layers, run_places
 from jaxllm.weights.precision import Precision
 
 MIN_TOKENS = 64  # tokens per microbatch; with fewer, reading the weights bounds the time of a tick
@@ -119,10 +119,6 @@ def check_stages(config: ModelConfig, precision: Precision, runner: PipelineRunn
     check_int("chunks of a stage", runner.chunks, 1, error=ConfigError)
     if runner.microbatches is not None:
         check_int("microbatches", runner.microbatches, 1, error=ConfigError)
-    if runner.stages == 1 and (runner.chunks > 1 or runner.microbatches is not None):
-        raise ConfigError(
-            "chunks and microbatches require a mesh with stage=2 or more, got stage=1"
-        )
     if runner.stages == 1:
         return
     if any(re.search(r"\d", regex) for regex, _ in precision.overrides):

@@ -24,6 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Trace
+from jaxllm.research.pipeline.forward import take_microbatch
+from jaxllm.research.pipeline.model import StagedModel
+from jaxllm.research.pipeline.schedule import SCHEDULES, Job, Schedule, job_dependencies
+from jaxllm.research.pipeline.stage_layers import AXIS, run_places
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.context_parallel.ring import pass_on
@@ -32,11 +36,9 @@ from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
 from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames
 from jaxllm.sharding.partition_specs import find_row_axes
-from jaxllm.sharding.pipeline.forward import take_microbatch
-from jaxllm.sharding.pipeline.schedule import SCHEDULES, Job, Schedule, job_dependencies
-from jaxllm.sharding.pipeline.stage_layers import AXIS, run_places
-from jaxllm.sharding.sharded_model import ShardedModel, local_module
+from jaxllm.sharding.sharded_model import local_module
 from jaxllm.sharding.tensor_parallel import SequenceSlice, VocabParallel
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
 
@@ -50,20 +52,18 @@ Loss = Callable[[jax.Array, Any, AxisNames], jax.Array]
 class PipelineLoss:
     """A pipelined loss, as a static value."""
 
-    model: ShardedModel
+    model: StagedModel
     schedule: Schedule
     loss: Loss  # a sum over tokens; must be hashable
 
 
-def make_pipeline_loss(
-    model: ShardedModel, loss: Loss, schedule: str, microbatches: int
-) -> PipelineLoss:
+def make_pipeline_loss(model: Model, loss: Loss, schedule: str, microbatches: int) -> PipelineLoss:
     """Make a pipelined loss.
 
     Raises:
         ConfigError: for a model without stages, for ring attention, and as `schedule` does.
     """
-    if model.axes.stage == 1:
+    if not isinstance(model, StagedModel):
         raise ConfigError(
             f"schedule {schedule!r} requires pipeline stages. Load the model with stage=2 or more"
         )
@@ -75,7 +75,7 @@ def make_pipeline_loss(
             " all devices at once, but stages run different jobs. Use sequence="
             f"{model.axes.sequence}:heads, or train without a schedule"
         )
-    table = SCHEDULES[schedule](model.axes.stage, microbatches, model.runner.chunks)
+    table = SCHEDULES[schedule](model.axes.stage, microbatches, model.chunks)
     return PipelineLoss(model, table, loss)
 
 
@@ -208,7 +208,7 @@ def _loss_and_gradient(
             f" {len(context_parallel.column_order)}"
         )
     token_slice = sequence_parallel.make_token_slice(model.axes, context_parallel.local_columns)
-    local = LocalParams(model, params, over, token_slice)
+    local = model.local_params(params, over, token_slice)
     flat = jax.tree.leaves(local.specs)
     # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
     apart = batch // share * (context_parallel.devices if context_parallel.is_split else 1)
@@ -390,7 +390,7 @@ class _ModelParts:
         return full_trace
 
 
-def logit_axes(model: ShardedModel) -> AxisNames:
+def logit_axes(model: StagedModel) -> AxisNames:
     """Return the axes that split a stage's logits."""
     return () if model.exact or model.axes.num_shards(HEAD_AXES) == 1 else HEAD_AXES
 
