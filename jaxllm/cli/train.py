@@ -69,14 +69,8 @@ def full(
     target: Out,
     only: list[str] | None = None,
     keep_zeros: bool = False,
-<<<<<<< HEAD
-    pipeline: str | None = None,
-    microbatches: Annotated[int, typer.Option(min=1)] = 4,
-    lr_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=LR")] = None,
-=======
     objective: Annotated[str | None, typer.Option(metavar="NAME[:ARGUMENT]")] = None,
-    gate_lr: float | None = None,
->>>>>>> 2cd5fed5 (Pipelines move to jaxllm.research: a mesh axis that a package carries out)
+    lr_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=LR")] = None,
     *,
     experts: ExpertOptions,
     options: TrainOptions,
@@ -89,17 +83,10 @@ def full(
     Args:
         only: Regex of the only parameters to train; repeatable.
         keep_zeros: Keep zero (pruned) weights at zero.
-<<<<<<< HEAD
-        pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
-            microbatches as there are stages).
-        microbatches: Microbatches per device batch, with --pipeline.
-        lr_pattern: Learning rate of the parameters whose path matches REGEX, without decay;
-            repeatable.
-=======
         objective: Objective of another package instead of the next token's. With --mesh stage=N:
             1f1b:4 or gpipe:4, the same by a schedule of 4 microbatches.
-        gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
->>>>>>> 2cd5fed5 (Pipelines move to jaxllm.research: a mesh axis that a package carries out)
+        lr_pattern: Learning rate of the parameters whose path matches REGEX, without decay;
+            repeatable.
     """
     with spinner("starting"):
         from jaxllm.train import jobs

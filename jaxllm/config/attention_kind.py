@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from jaxllm.errors import ConfigError
+from jaxllm.runtime.plugins import find_plugins
 from jaxllm.runtime.schema import as_schema
-
-GROUP = "jaxllm.attention_kinds"
 
 
 class AttentionKind:
@@ -24,10 +23,8 @@ class AttentionKind:
     @classmethod
     def from_json(cls, data: Any) -> "AttentionKind":
         """Return the kind that a file describes. Raises ConfigError if there is none."""
-        from importlib.metadata import entry_points
-
         name = data.get("kind") if isinstance(data, Mapping) else None
-        found = {entry.name: entry for entry in entry_points(group=GROUP)}
+        found = find_plugins("attention_kinds")
         if name not in found:
             known = ", ".join(sorted(found))
             raise ConfigError(f"attention of kind {name!r:.40} is not supported (known: {known})")

@@ -8,6 +8,5 @@ pipeline: layers in stages, and schedules of microbatches.
 sparse: weights without their zeros.
 static_inputs: linears whose inputs are rounded on calibrated grids, and how to find these.
 
-All join by entry points, as those of another package would: commands by `jaxllm.commands`, kinds of
-attention by `jaxllm.attention_kinds`.
+They join by entry points (`runtime.plugins`), as those of another package would.
 """

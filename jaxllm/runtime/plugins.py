@@ -1,7 +1,8 @@
 """What packages add to this one, by entry points in groups `jaxllm.NAME`.
 
-commands: modules with a function of the entry's name and an EXAMPLE (`cli`). compress_methods: rows
-of a recipe's table (`compress.registry`). weight_types: modules with a `parse` and NAMES
+commands: modules with a function of the entry's name and an EXAMPLE (`cli`). attention_kinds:
+classes of attention (`config.attention_kind`). compress_methods: rows of a recipe's table
+(`compress.registry`). weight_types: modules with a `parse` and NAMES
 (`weights.formats`). mesh_axes: classes of models on a mesh with that axis
 (`sharding.sharded_model`). train_objectives: functions of an argument and the model that return an
 objective (`cli.train`).

@@ -128,13 +128,8 @@ INVALID = (
     ("full", ("--only", "layer.0"), "matches no trainable parameter"),
     ("full", ("--only", "("), "the rules"),
     ("full", ("--router-loss", 0.1), "need a mixture of experts"),
-<<<<<<< HEAD
     ("full", ("--lr-pattern", "norm"), "--lr-pattern must be REGEX=NUMBER"),
-    ("full", ("--pipeline", "gpipe"), "--pipeline requires stages"),
-=======
-    ("full", ("--gate-lr", 0.1), "--gate-lr needs a model with Infini-attention"),
     ("full", ("--objective", "1fb:2"), "--objective '1fb' is unknown"),
->>>>>>> 2cd5fed5 (Pipelines move to jaxllm.research: a mesh axis that a package carries out)
     ("full", ("--mesh", "tensr=2"), "tensr"),
     ("full", ("--eval-data", "missing.txt"), "cannot read missing.txt"),
     ("full", ("--resume",), "--resume requires the state of a run"),
