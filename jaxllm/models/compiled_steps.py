@@ -264,8 +264,8 @@ def _prefill(
     names: tuple[str, ...],
 ) -> StepOutput:
     """Run one pass of a prompt, of which length_B is the whole length."""
-    column_C = jnp.arange(token_BC.shape[1], dtype=jnp.int32)[None]
-    last_B = jnp.argmax(jnp.where(position_BC >= 0, column_C, -1), axis=1)
+    column_1C = jnp.arange(token_BC.shape[1], dtype=jnp.int32)[None]
+    last_B = jnp.argmax(jnp.where(position_BC >= 0, column_1C, -1), axis=1)
     run = run_model(
         model, params, (*frozen, tail.tail), token_BC, position_BC, length_B=length_B,
         column_B=last_B, attention_mass=attention_mass, state=tail.state, edits=edits,

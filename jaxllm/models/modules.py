@@ -120,12 +120,12 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, weight_D, bias_D, eps=self.eps)
 
 
-def select_columns(x_BT: jax.Array, column_B: jax.Array | None) -> jax.Array:
+def select_columns(x_BTX: jax.Array, column_B: jax.Array | None) -> jax.Array:
     """Select one column of each row of `[B, T, ...]`: `[B, 1, ...]`; all if `column_B` is None."""
     if column_B is None:
-        return x_BT
-    index_B1 = column_B.reshape(-1, *(1,) * (x_BT.ndim - 1))
-    return jnp.take_along_axis(x_BT, index_B1, axis=1)
+        return x_BTX
+    index_B1X = column_B.reshape(-1, *(1,) * (x_BTX.ndim - 1))
+    return jnp.take_along_axis(x_BTX, index_B1X, axis=1)
 
 
 class Head(nn.Module):

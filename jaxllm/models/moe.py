@@ -353,20 +353,20 @@ class Mixture(nn.Module):
         """
         c, p = self.config, self.precision
         B, T, D = x.shape
-        x_TD = x.reshape(-1, D)
+        x_ND = x.reshape(-1, D)
         router = Linear(c.num_experts, c.expert_bias, p, out_dtype="float32", name=c.router)
-        score_TE = router(routed.reshape(-1, D))
-        score_TE = site("router", score_TE.reshape(B, T, -1)).reshape(B * T, -1)
+        score_NE = router(routed.reshape(-1, D))
+        score_NE = site("router", score_NE.reshape(B, T, -1)).reshape(B * T, -1)
         bias_E = SelectionBias(c.num_experts, name="selection")() if c.routing.has_bias else None
-        weight_Tk, expert_Tk = route(score_TE, c.routing, bias_E)
+        weight_Nk, expert_Nk = route(score_NE, c.routing, bias_E)
         if c.routing.scales_experts:
-            weight_Tk = weight_Tk * get_param(self, "per_expert_scale", c.num_experts)[expert_Tk]
-        expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
+            weight_Nk = weight_Nk * get_param(self, "per_expert_scale", c.num_experts)[expert_Nk]
+        expert_Nk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Nk, -1)
         if c.capacity_factor is not None:
-            expert_Tk = apply_capacity(expert_Tk, c.num_experts, c.capacity_factor)
-        y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
+            expert_Nk = apply_capacity(expert_Nk, c.num_experts, c.capacity_factor)
+        y_ND = Experts(c, p, name="experts")(x_ND, expert_Nk, weight_Nk)
         # After a reduce-scatter, a device has only its own tokens.
-        return y_TD.astype(x.dtype).reshape(B, -1, D)
+        return y_ND.astype(x.dtype).reshape(B, -1, D)
 
 
 class MoE(Mixture):

@@ -217,8 +217,8 @@ def _run_open(
     at_B = position_BT[:, 0] - state.start_B  # the first token's place in the chunk
     window = state.before_BLX.shape[1]
     place_BL = at_B[:, None].clip(0) + jnp.arange(-window, 0, dtype=jnp.int32)[None]
-    inputs_BSX = jnp.concatenate([past_inputs(state, place_BL), input_BTX], axis=1)
-    conv_BTX = convolve(inputs_BSX, recurrence)
+    inputs_BWX = jnp.concatenate([past_inputs(state, place_BL), input_BTX], axis=1)
+    conv_BTX = convolve(inputs_BWX, recurrence)
     if recurrence.split is None:
         return conv_BTX, Rows(input_BTX)
     tokens = split_tokens(recurrence, conv_BTX, others, real_BT)
@@ -226,11 +226,11 @@ def _run_open(
     since_BHRT = sum_BHRC[..., -1:] + jnp.cumsum(tokens.decay, axis=-1)
     # Unused rows are zeros, so that they add nothing; the minimum keeps their factor finite.
     gap_BHRTC = jnp.minimum(since_BHRT[..., None] - sum_BHRC[..., None, :], 0.0)
-    own_BHRTS = since_BHRT[..., None] - since_BHRT[..., None, :]
-    upto_TS = jnp.tri(own_BHRTS.shape[-1], dtype=bool)[None, None, None]
-    own_BHRTS = jnp.where(upto_TS, own_BHRTS, -jnp.inf)
+    own_BHRTT = since_BHRT[..., None] - since_BHRT[..., None, :]
+    upto_111TT = jnp.tri(own_BHRTT.shape[-1], dtype=bool)[None, None, None]
+    own_BHRTT = jnp.where(upto_111TT, own_BHRTT, -jnp.inf)
     out, value = read_and_write(
-        state.sum_BHRKV, state.rows, gap_BHRTC, tokens, since_BHRT, own_BHRTS
+        state.sum_BHRKV, state.rows, gap_BHRTC, tokens, since_BHRT, own_BHRTT
     )
     return jnp.moveaxis(out, 3, 1), Rows(input_BTX, tokens.key, value, tokens.decay)
 
@@ -310,8 +310,10 @@ def read_and_write(
     factor = jnp.exp(own_gap_BHRTS)
     score = einsum("BHNK,BHSK->BHNS", reads_BHNK, tokens.key)[:, :, None]
     if tokens.update is not None:
-        earlier_TS = ~jnp.eye(T, dtype=bool)[None, None, None]
-        lower = jnp.where(earlier_TS, score[:, :, :, T:] * factor * tokens.update[..., None], 0.0)
+        earlier_111TS = ~jnp.eye(T, dtype=bool)[None, None, None]
+        lower = jnp.where(
+            earlier_111TS, score[:, :, :, T:] * factor * tokens.update[..., None], 0.0
+        )
         value = einsum("BHRTS,BHRSV->BHRTV", _invert_unit_lower(lower), value)
     return old + einsum("BHRTS,BHRSV->BHRTV", score[:, :, :, :T] * factor, value), value
 
@@ -426,9 +428,9 @@ def write_rows(
     """Write rows to slots; `NO_SLOT`: not written."""
 
     def write_leaf(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        flat_XTY, new_XTY = (x.reshape(-1, *x.shape[axis:]) for x in (old, new))
-        slot_XT = jnp.repeat(slot_BT, len(flat_XTY) // len(slot_BT), axis=0)
-        return write_slots(flat_XTY, new_XTY, slot_XT, wait_for=wait_for).reshape(old.shape)
+        flat, fresh = (x.reshape(-1, *x.shape[axis:]) for x in (old, new))
+        slot_NT = jnp.repeat(slot_BT, len(flat) // len(slot_BT), axis=0)
+        return write_slots(flat, fresh, slot_NT, wait_for=wait_for).reshape(old.shape)
 
     return map_rows(write_leaf, old, new)
 

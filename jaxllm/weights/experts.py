@@ -174,16 +174,16 @@ def _multiply_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax
     place_A = place_A - jnp.append(first_E, 0)[expert_A]
     at_A = jnp.append((end_E - blocks_E) * width, 0)[expert_A] + place_A
     at_A = jnp.where(known_A, at_A, count * width)
-    x_GRI = jnp.zeros((count * width, x_AI.shape[1]), x_AI.dtype).at[at_A].set(x_AI, mode="drop")
+    x_PI = jnp.zeros((count * width, x_AI.shape[1]), x_AI.dtype).at[at_A].set(x_AI, mode="drop")
     expert_G = jnp.searchsorted(end_E, jnp.arange(count), side="right")
 
     def block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         x_RI, expert = part
         return as_weight(jax.tree.map(lambda piece: piece[expert], stack)).matmul(x_RI)
 
-    y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, x_AI.shape[1]), expert_G))
-    y_AO = y_GRO.reshape(count * width, stack.shape[1])
-    return y_AO.at[at_A].get(mode="fill", fill_value=0.0)
+    y_GRO = jax.lax.map(block, (x_PI.reshape(count, width, x_AI.shape[1]), expert_G))
+    y_PO = y_GRO.reshape(count * width, stack.shape[1])
+    return y_PO.at[at_A].get(mode="fill", fill_value=0.0)
 
 
 def _multiply_smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:

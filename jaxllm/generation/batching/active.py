@@ -115,8 +115,8 @@ class ActiveRequest:
         if stop < self.num_chunked:
             stop -= stop % multiple
         if self.num_run < self.num_chunked:
-            text_T = self.prompt_T if self.num_chunked == size else self.text_T
-            token_T, length = text_T[self.num_run : stop], self.num_chunked
+            text = self.prompt_T if self.num_chunked == size else self.text_T
+            token_T, length = text[self.num_run : stop], self.num_chunked
         else:
             token_T, length = np.array([self.tokens[self.num_run - size]]), self.num_run + 1
         position_T = np.arange(self.num_run, self.num_run + token_T.size)

@@ -291,8 +291,8 @@ def _append_tokens(search: SearchState, beam_BN: jax.Array, token_BN: jax.Array)
     )
 
 
-def _take_beams(x_BNX: jax.Array, at_BN: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x_BNX, at_BN.reshape(*at_BN.shape, *[1] * (x_BNX.ndim - 2)), axis=1)
+def _take_beams(x_BMX: jax.Array, at_BN: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_BMX, at_BN.reshape(*at_BN.shape, *[1] * (x_BMX.ndim - 2)), axis=1)
 
 
 def _make_beam_cache(model: Model, cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:

@@ -271,9 +271,9 @@ def look_up_draft(text: Context, ngram: int, width: int) -> jax.Array:
     same_BL = jnp.broadcast_to(at < end_B1 - 1, token_BL.shape)
     matched_BL = jnp.zeros_like(token_BL)
     for back in range(ngram):  # compare the tokens `back` before here and `back` before the end
-        before_BL = jnp.pad(token_BL, ((0, 0), (back, 0)), constant_values=NO_TOKEN)
+        before = jnp.pad(token_BL, ((0, 0), (back, 0)), constant_values=NO_TOKEN)
         wanted_B1 = jnp.take_along_axis(token_BL, jnp.maximum(end_B1 - 1 - back, 0), axis=1)
-        same_BL &= (before_BL[:, : token_BL.shape[1]] == wanted_B1) & (at >= back)
+        same_BL &= (before[:, : token_BL.shape[1]] == wanted_B1) & (at >= back)
         matched_BL += same_BL.astype(jnp.int32)
     score_BL = jnp.where(matched_BL > 0, matched_BL * token_BL.shape[1] + at, NO_TOKEN)
     match_B1 = jnp.argmax(score_BL, axis=1, keepdims=True).astype(jnp.int32)

@@ -128,9 +128,9 @@ def run_round(
         draft_RK = mask_draft(draft_RK, room_R, is_eos(draft_RK, rows.eos_BE))
         token_RT = jnp.concatenate([token_RT, draft_RK], axis=1)
     real_RT = live_R[:, None] & (token_RT >= 0)
-    at_T, mass, sites = jnp.arange(token_RT.shape[1], dtype=jnp.int32)[None], None, {}
+    at_1T, mass, sites = jnp.arange(token_RT.shape[1], dtype=jnp.int32)[None], None, {}
     if isinstance(target, KVCache):
-        position_RT = jnp.where(real_RT, target.next_position_B[:, None] + at_T, EMPTY)
+        position_RT = jnp.where(real_RT, target.next_position_B[:, None] + at_1T, EMPTY)
         out = run_and_commit(
             plan.model, inputs.params, inputs.frozen, target, token_RT, position_RT, plan.names,
             attention_mass=plan.attention_mass, edits=inputs.edits,
@@ -138,7 +138,7 @@ def run_round(
         target, mass, sites = out.cache, out.attention_mass, out.sites
         rows, drawn = _draw_columns(plan, inputs, rows, live_R, out.logits, token_RT, q_KRV)
     else:
-        position_RT = jnp.where(real_RT, rows.context.length_B[:, None] - 1 + at_T, EMPTY)
+        position_RT = jnp.where(real_RT, rows.context.length_B[:, None] - 1 + at_1T, EMPTY)
         logits_RTV, delta, waits = _run_columns(
             plan, inputs, tails, token_RT, position_RT, rows.context.length_B
         )
@@ -149,7 +149,7 @@ def run_round(
         at_R = inputs.row_R if inputs.page_RP is None else inputs.page_RP
         target = write_slots(target, cast_delta(delta, target), slot_RT, at_R, wait_for=waits)
     if draft_state:  # the next round runs the last two tokens
-        drafted_RT = began_R[:, None] - 2 + at_T
+        drafted_RT = began_R[:, None] - 2 + at_1T
         known_RT = drafted_RT < rows.context.length_B[:, None] - 2
         draft_state = commit_state(draft_state, jnp.where(known_RT, drafted_RT, EMPTY))
     return Tails(target, draft_tail, (state, draft_state)), rows, Round(drawn, mass, sites)
@@ -192,9 +192,9 @@ def _run_columns(
         return logits_RTV, wide.replace(state=states)
 
     if isinstance(plan.source, PromptLookup):  # often finds nothing; empty columns cost as much
-        any_RT = position_RT[:, 1:] >= 0
+        drafted_RK = position_RT[:, 1:] >= 0
         # What is written comes out of the conditional, in which all reads are.
-        return *jax.lax.cond(any_RT.any(), lambda x: run_all(x)[:2], run_first, places), ()
+        return *jax.lax.cond(drafted_RK.any(), lambda x: run_all(x)[:2], run_first, places), ()
     return run_all(places)
 
 

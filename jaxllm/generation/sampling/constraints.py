@@ -177,10 +177,13 @@ def _num_generated(context: Context) -> jax.Array:
     return (context.length_B - context.prompt_B).astype(jnp.float32)[:, None]
 
 
-def _completing_tokens(token_NS: Any, context: Context) -> jax.Array:
-    """Return the token that would complete each sequence, int32 `[B, N]`, -1 for no match."""
+def _completing_tokens(sequences: Any, context: Context) -> jax.Array:
+    """Return the token that would complete each sequence, int32 `[B, N]`, -1 for no match.
+
+    sequences: `[N, S]` or `[B, N, S]`.
+    """
     B, L = context.token_BL.shape
-    token_BNS = broadcast_rows(token_NS, B, 2)
+    token_BNS = broadcast_rows(sequences, B, 2)
     earlier_BNR = token_BNS[:, :, 1:]
     R = earlier_BNR.shape[2]
     recent_BR = jnp.pad(newest_first(context), ((0, 0), (0, max(R - L, 0))), constant_values=-1)[
@@ -190,9 +193,9 @@ def _completing_tokens(token_NS: Any, context: Context) -> jax.Array:
     return jnp.where(matches_BN, token_BNS[:, :, 0], -1)
 
 
-def _token_mask(scores_BV: jax.Array, token_N: Any) -> jax.Array:
+def _token_mask(scores_BV: jax.Array, tokens: Any) -> jax.Array:
     """Return a mask over the vocabulary of these tokens, `[N]` or `[B, N]`: bool `[B, V]`."""
-    token_BN = broadcast_rows(token_N, scores_BV.shape[0], 1)
+    token_BN = broadcast_rows(tokens, scores_BV.shape[0], 1)
     return scatter(jnp.zeros(scores_BV.shape, bool), token_BN).set(True, mode="drop")
 
 
