@@ -44,15 +44,15 @@ Input = structure(
 )  # fmt: skip
 CachePart = structure(
     "CachePart", kind=c_int32, shared_k=c_bool, shared_v=c_bool, shared_position=c_bool,
-    slots=c_int64, row=c_void_p, rows=c_int64, k=c_void_p, v=c_void_p, k_scale=c_void_p,
-    v_scale=c_void_p, position=c_void_p,
+    slots=c_int64, row=c_void_p, rows=c_int64, rows_each=c_int64, k=c_void_p, v=c_void_p,
+    k_scale=c_void_p, v_scale=c_void_p, position=c_void_p,
 )  # fmt: skip
 Queries = structure(
     "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
     K=c_int64, H=c_int64, window=c_int64, scale=c_float, cap=c_float, sink=c_void_p,
 )  # fmt: skip
 
-Block = structure("Block", base=c_int64, lanes=c_int32 * (2 * BLOCK))
+Block = structure("Block", base=c_int64, lanes=c_int32 * (3 * BLOCK))
 Blocks = structure("Blocks", begin=POINTER(Block), end=c_void_p)
 
 Operand = structure(
@@ -235,7 +235,6 @@ class Cached:
     position: np.ndarray
     k_scale: np.ndarray | None = None
     v_scale: np.ndarray | None = None
-    row: np.ndarray | None = None  # int32 [rows of queries]: which of these rows each reads
 
 
 def attend(
@@ -252,14 +251,16 @@ def attend(
     each = (CachePart * len(parts))(*(
         CachePart(
             KINDS[p.k.dtype], len(p.k) == 1, len(p.v) == 1, len(p.position) == 1, p.k.shape[1],
-            address(p.row), max(len(p.k), len(p.v), len(p.position)),
+            None, max(len(p.k), len(p.v), len(p.position)), 1,
             *(address(a) for a in (p.k, p.v, p.k_scale, p.v_scale, p.position)),
         )
         for p in parts
     ))  # fmt: skip
     out = placed(np.full(q.shape, 7, q.dtype))
     some = kernels(isa)
-    spans_B = [layout([p.position[_row(p, len(p.position), b)] for p in parts]) for b in range(B)]
+    spans_B = [
+        layout(b, [p.position[min(b, len(p.position) - 1)] for p in parts]) for b in range(B)
+    ]
     for b, k, strip in np.ndindex(B, K, -(-T // STRIP)):
         first, tokens = strip * STRIP, min(STRIP, T - strip * STRIP)
         size = some.state_bytes(byref(queries), tokens)
@@ -275,11 +276,7 @@ def attend(
     return out
 
 
-def _row(part: Cached, rows: int, b: int) -> int:
-    return 0 if rows == 1 else int(b if part.row is None else np.clip(part.row[b], 0, rows - 1))
-
-
-def layout(positions: Sequence[np.ndarray]) -> list[Any]:
+def layout(row: int, positions: Sequence[np.ndarray]) -> list[Any]:
     """Return the blocks of each span of a row, from the positions of its parts; at least one."""
     part = np.repeat(np.arange(len(positions)), [len(of) for of in positions])
     slot = np.concatenate([np.arange(len(of)) for of in positions])
@@ -289,9 +286,9 @@ def layout(positions: Sequence[np.ndarray]) -> list[Any]:
     # A block begins at a multiple of its size, and where it already has the position.
     base = at // BLOCK * BLOCK
     number = np.cumsum((np.diff(at, prepend=-1) == 0) | (np.diff(base, prepend=-1) != 0)) - 1
-    blocks = np.zeros(number.max(initial=-1) + 1, [("base", "i8"), ("lanes", "i4", (BLOCK, 2))])
-    blocks["lanes"] = (-1, 0)
+    blocks = np.zeros(number.max(initial=-1) + 1, [("base", "i8"), ("lanes", "i4", (BLOCK, 3))])
+    blocks["lanes"] = (-1, 0, 0)
     blocks["base"][number] = base
-    blocks["lanes"][number, at % BLOCK] = np.stack([part, slot], axis=1)
+    blocks["lanes"][number, at % BLOCK] = np.stack([part, np.full_like(part, row), slot], axis=1)
     spans = np.split(blocks, np.flatnonzero(np.diff(blocks["base"] // SPAN)) + 1)
     return [(Block * len(span)).from_buffer_copy(span) for span in spans]
