@@ -254,7 +254,7 @@ def attend(
         window: How many of the last positions a query attends to, its own included; None: all.
         cap, sink_N: See `ops.attend`. A `kind` has no sinks.
         kind: The kind of attention; None: full or windowed.
-        unrotated: Further inputs of a kind.
+        unrotated: Further inputs of a kind that has a state or `head_params`.
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
         self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
         expand: Maps the heads' weighted sums to their values.
@@ -304,7 +304,6 @@ def attend(
         )
         new_k, new_v = stored.k_BSKH, new_v if expand else stored.v_BSKH
     elif kind is not None:
-        assert unrotated is not None
         out, mass, state = kind.attend(context, site, q, parts, unrotated, **options)
     elif self_extend is not None:
         if context.mask_BTS is not None or context.document_BT is not None:
