@@ -47,7 +47,7 @@ SQUARE = {"intermediate_size": 256, "hidden_size": 256}
 SIZES: dict[str, dict[str, Any]] = {  # every shard holds whole groups of 32
     **dict.fromkeys(FAMILIES, SQUARE),
     **dict.fromkeys(("llama", "qwen3", "gemma2", "gemma3_text"), LARGE),
-    **dict.fromkeys(("glm4", "seed_oss", "ernie4_5", "gpt_oss"), LARGE),
+    **dict.fromkeys(("glm4", "seed_oss", "ernie4_5", "gpt_oss", "ministral3"), LARGE),
     "gpt2": WIDE["gpt2"],
     "qwen3_moe": {**SQUARE, "moe_intermediate_size": 256},
     "glm4_moe": {**LARGE, "moe_intermediate_size": 256},
