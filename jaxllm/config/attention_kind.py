@@ -12,7 +12,7 @@ class AttentionKind:
     """How all layers of a model attend; a subclass, a frozen dataclass, has settings as fields.
 
     A package gives its subclasses in entry points of the group `jaxllm.attention_kinds`, under the
-    names that are their `kind`. A method that is not overridden says what full attention has.
+    names that are their `kind`. A subclass overrides what differs from full attention.
 
     Attributes:
         kind: Its name in files.

@@ -137,6 +137,17 @@ def test_requests_wait_for_slots_in_their_order() -> None:
     assert all(e.step.busy_rows == 1 for e in events if e.id == 0)
 
 
+def test_a_prompt_may_fill_all_slots() -> None:
+    """A row's last token needs no slot, so a prompt of all of them has room; so has a long text."""
+    lm = one_layer()
+    full = long_request(0, prompt=tokens(1, 48, seed=1)[0], max_new_tokens=1)
+    long = long_request(1, prompt=tokens(1, 9, seed=2)[0], max_new_tokens=40)
+    for requests in ([full], [full, long], [long, full]):
+        events = events_by_id(serve_all(lm, requests, 48))
+        for request in requests:
+            check_equals_generate(lm, request, events[request.id])
+
+
 def test_the_earliest_request_never_pauses() -> None:
     """It has a token in each step after its first, and so has each once it is the earliest."""
     lm = one_layer()

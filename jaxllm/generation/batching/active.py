@@ -94,6 +94,11 @@ class ActiveRequest:
         """Number of tokens of `text_T`."""
         return self.prompt_T.size + max(self.num_generated - 1, 0)
 
+    def slots_with(self, tokens: int) -> int:
+        """Number of slots for its text and up to `tokens` more; its last token has none."""
+        most = self.prompt_T.size + self.request.max_new_tokens - 1
+        return min(self.text_size + tokens, most)
+
     @property
     def decodes(self) -> bool:
         """Whether only its newest token has not run."""
@@ -171,7 +176,7 @@ class ServeState(NamedTuple):
         active: The requests that run, by row.
         edits: Stacked along a row axis.
         pages: The slots of rows, if these share them.
-        paused: Requests whose rows have no slots.
+        paused: Requests without slots; they keep their rows.
     """
 
     cache: KVCache

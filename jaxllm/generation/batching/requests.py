@@ -77,7 +77,7 @@ class StepStats:
         decode_tokens: Rows that ran a generated token in this step.
         prompt_tokens: Prompt tokens that ran in this step.
         busy_rows: Rows with a request that runs.
-        paused_rows: Rows whose text waits for cache slots.
+        paused_rows: Rows that wait for cache slots.
         rows: Total rows.
         generated_tokens: Tokens generated since the loop started.
         elapsed_seconds: Time since the loop started.

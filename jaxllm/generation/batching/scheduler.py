@@ -335,7 +335,8 @@ def _admit_request(
     """
     prompt_T, row = check_request(model, request, capacity), min(state.free_rows)
     if state.pages is not None:
-        pages = state.pages.reserve(row, prompt_T.size + 1, spare=bool(state.active))
+        slots = prompt_T.size + min(request.max_new_tokens - 1, 1)  # the last token has none
+        pages = state.pages.reserve(row, slots, spare=bool(state.active))
         if pages is None:
             return None
         state = state._replace(pages=pages)
@@ -367,7 +368,7 @@ def _resume_requests(state: ServeState) -> ServeState:
     """Return the state in which paused requests run again, the earliest first, if there is room."""
     for row, one in sorted(state.paused.items(), key=lambda item: item[1].number):
         assert state.pages is not None
-        pages = state.pages.reserve(row, one.text_size + 1, spare=bool(state.active))
+        pages = state.pages.reserve(row, one.slots_with(1), spare=bool(state.active))
         if pages is None:
             break
         state = resume_request(state, row, pages)
@@ -381,14 +382,13 @@ def _reserve_slots(
     too few, the latest requests pause.
     """
     tokens = burst * (state.draft.width + 1)
-    for row, one in sorted(state.active.items(), key=lambda item: item[1].number):
-        most = one.prompt_T.size + one.request.max_new_tokens - 1
+    for row, one in list(state.active.items()):  # in the order of arrival
         while state.pages is not None and row in state.active and one.decodes:
-            pages = state.pages.reserve(row, min(one.num_run + tokens, most))
+            pages = state.pages.reserve(row, one.slots_with(tokens))
             if pages is not None:
                 state = state._replace(pages=pages)
                 break
-            latest = max(state.active, key=lambda r: state.active[r].number)
+            latest = [*state.active][-1]
             other = state.active[latest]
             alike = store.has_same_angles(other.prompt_T.size, other.text_size + 1)
             state = pause_request(state, latest, chunked=invariant_rows and alike)

@@ -11,7 +11,7 @@ MAX_ROWS = 64
 _PARTS, _THREADS, _TILE_ROWS = 8, 256, 16  # as in csrc/ring.h
 _UNIT_BYTES = 64
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own
-# Structs whose parts are of pairs of units: bytes of `scale` and of `zero` for a unit.
+# Structs with pairs of units: bytes of `scale` and of `zero` for a unit.
 _PAIRED = {"Q4K": (8, 0), "Q5K": (8, 16), "Q6K": (1, 40), "PackedBFloat16": (0, 32)}
 
 

@@ -1,4 +1,4 @@
-"""A sharded model whose layers are shared out over the stages of a pipeline."""
+"""A sharded model with its layers in the stages of a pipeline."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
