@@ -183,19 +183,23 @@ def test_long_prefill_does_not_block_decoding(lm: Any) -> None:
 def test_prompts_take_as_long_as_the_rows_that_decode() -> None:
     """The room for prompt tokens follows from measured times, and grows with the rows that wait."""
     pace = PromptPace(256, 1)
-    assert [pace.room(0, 1), pace.room(2, 1), pace.room(1, 2)] == [256, 32, 64]
+    assert [pace.room(0, 1), pace.room(2, 1)] == [256, 0]  # measures first
     for seconds in (5.0, 0.1, 0.1):  # the first one compiled
         pace.record(4, 0, seconds)
+    assert pace.room(4, 1) == 8  # the first part is small
     for prompt_tokens in (32, 16):
         pace.record(4, prompt_tokens, 0.1 + prompt_tokens * 0.002)
     pace.record(0, 256, 9.0)
-    assert [pace.room(n, 4 - n) for n in (3, 2, 1)] == [32, 32, 64]
-    slow = PromptPace(256, 1, 4)
-    slow.record(1, 0, 0.1)
-    assert slow.room(1, 1) == 4  # the first part beside measured steps is small
+    assert [pace.room(4, 1), pace.room(3, 1), pace.room(2, 4)] == [32, 32, 64]
+    for seconds in (0.4, 0.4):
+        pace.record(16, 0, seconds)
+    assert [pace.room(9, 1), pace.room(4, 1)] == [128, 32]  # by the rows of the program
+    for _ in range(32):
+        pace.record(4, 16, 0.132)
+    assert [pace.room(4, 1), pace.room(16, 1)] == [0, 128]  # that step is measured again
     slow = PromptPace(256, 32)
-    slow.record(1, 0, 0.1)
-    slow.record(1, 32, 3.3)
+    for prompt_tokens, seconds in ((0, 0.1), (0, 0.1), (32, 3.3)):
+        slow.record(1, prompt_tokens, seconds)
     assert slow.room(1, 1) == 32  # a multiple of 32
 
 

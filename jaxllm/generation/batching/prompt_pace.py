@@ -5,14 +5,15 @@ wait for their prompts than decode, prompts get more, a share for each row: idle
 a pause. Both times are measured while the loop runs; bits do not depend on them.
 """
 
-import math
-from collections import deque
+from collections import Counter, defaultdict, deque
 from statistics import median
 
+from jaxllm.generation.loops.microbatch import bucket_rows
 from jaxllm.ops.padding import next_power_of_two
 
-_FIRST = 32  # tokens, before anything is measured
-_KEPT = 9  # measurements: their median leaves out those that compiled
+_KEPT = 9  # measurements of each kind
+_TRIED = 2  # steps without prompts before the first with one: the first may have compiled
+_FRESH = 32  # steps with prompts after which one without measures again
 _SHARE = 0.75  # of a step's time that prompts may add to it
 
 
@@ -25,26 +26,36 @@ class PromptPace:
 
     def __init__(self, most: int, multiple: int, least: int = 8) -> None:
         self._most, self._multiple, self._least = most, multiple, least
-        self._step, self._token = deque[float](maxlen=_KEPT), deque[float](maxlen=_KEPT)
+        self._token = deque[float](maxlen=_KEPT)
+        # By the number of rows of the program that decodes, which decides what a step takes.
+        self._steps = defaultdict[int, deque[float]](lambda: deque(maxlen=_KEPT))
+        self._age = Counter[int]()
 
     def room(self, decoding: int, reading: int) -> int:
-        """Return how many prompt tokens the next step may run.
+        """Return how many prompt tokens the next step may run; 0 to measure it without.
 
         decoding, reading: Rows that decode, and rows with a prompt.
         """
         if not decoding:
             return self._most
-        room, share = float(_FIRST), max(1.0, reading / decoding)
-        if self._step:  # the first part beside measured steps is small
-            token = median(self._token) if self._token else math.inf
-            room = _SHARE * median(self._step) / max(token, 1e-9)
-        fitting = min(int(room * share), self._most)
+        size = bucket_rows(decoding)
+        if len(self._steps[size]) < _TRIED or self._age[size] >= _FRESH:
+            return 0
+        room = 0.0  # the first part is small
+        if self._token:
+            room = _SHARE * min(self._steps[size]) / max(median(self._token), 1e-9)
+        fitting = min(int(room * max(1.0, reading / decoding)), self._most)
         fitting = min(max(next_power_of_two(fitting + 1) // 2, self._least), self._most)
         return max(fitting - fitting % self._multiple, self._multiple)
 
     def record(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """Add the time of a step. Without rows that decode, nothing waits for the step's end."""
-        if decoding and not prompt_tokens:
-            self._step.append(seconds)
-        elif decoding and self._step:
-            self._token.append(max(seconds - median(self._step), 0.0) / prompt_tokens)
+        if not decoding:
+            return
+        size = bucket_rows(decoding)
+        if not prompt_tokens:
+            self._steps[size].append(seconds)
+            self._age[size] = 0
+        elif self._steps[size]:
+            self._age[size] += 1
+            self._token.append(max(seconds - min(self._steps[size]), 0.0) / prompt_tokens)

@@ -218,7 +218,7 @@ def serve(
         state, rounds = _plan_rounds(state, burst, chunk)
         decoding = sum(one.decodes for one in state.active.values())
         room = prompts.room(decoding, len(state.active) - decoding)
-        if joins and decoding and room <= MAX_BATCHED_RUN:
+        if joins and decoding and 0 < room <= MAX_BATCHED_RUN:
             room = fit_part(room, min(bucket_rows(decoding), rows))
         runs = _token_runs(state.active, room, store.multiple)
         if rounds:

@@ -157,11 +157,11 @@ def _padded_width(tokens: int) -> int:
 
 
 def bucket_rows(count: int) -> int:
-    """Return the number of rows that a program for `count` rows has: a power of four.
+    """Return the number of rows that a program for `count` rows has: 1, 4, 8, 16, ...
 
-    Each number of rows compiles its own programs, and a few more rows cost little.
+    Each number of rows compiles its own programs, and up to four cost little more than one.
     """
-    return 1 << 2 * (((count - 1).bit_length() + 1) // 2)
+    return 1 if count == 1 else max(4, next_power_of_two(count))
 
 
 def pack_microbatch(
