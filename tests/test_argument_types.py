@@ -25,6 +25,8 @@ from jaxllm.errors import JaxllmError, TokenError
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.generation.options import OPTIONS
 from jaxllm.models import FAMILIES
+from jaxllm.research.long_attention.segments import current_segment
+from jaxllm.research.token_merging.pool import pool
 from jaxllm.train import jobs
 from tests.tiny_models import random_model
 
@@ -234,9 +236,9 @@ CACHES: dict[str, Call] = {
         caches.heavy_hitters, "- mass", lambda m: (m[2], np.zeros((2, 16))),
         {"heavy": "whole", "recent": "whole"}, {"heavy": 1, "recent": 1},
     ),
-    "current_segment": Call(caches.current_segment, "cache", lambda m: (m[2],)),
+    "current_segment": Call(current_segment, "cache", lambda m: (m[2],)),
     "pool": Call(
-        caches.pool, "", lambda m: (m[2],), {"ratio": "whole", "mass_BS": "mass?"},
+        pool, "", lambda m: (m[2],), {"ratio": "whole", "mass_BS": "mass?"},
         {"ratio": 2, "sinks": 0, "recent": 0},
     ),
     "save_cache": Call(caches.save_cache, "path cache", lambda m: (Path("x"), m[2], m[0], m[1])),

@@ -155,12 +155,12 @@ def test_option_values_in_pages_exist() -> None:
     from jaxllm.convert.gguf.tensor_types import KINDS
     from jaxllm.evaluate.likelihood.data import PROTOCOLS
     from jaxllm.evaluate.likelihood.sensitivity import GROUPINGS
-    from jaxllm.generation.loops.overflow import OVERFLOWS
+    from jaxllm.generation.option_table import overflow_names
     from jaxllm.research.needle.grid import POLICIES
 
     known = {
         "protocol": PROTOCOLS, "bos": BOS, "to-gguf": KINDS, "by": GROUPINGS, "policies": POLICIES,
-        "overflow": OVERFLOWS,
+        "overflow": overflow_names(),
     }  # fmt: skip
     texts = [p.read_text(encoding="utf-8") for p in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
     regex = rf"--({'|'.join(known)})[ =]([a-zA-Z0-9_.,-]+)"

@@ -2,14 +2,13 @@
 
 kv: the cache, and an empty one. commit: `commit`. batch_ops: fork, branch, select, merge. tree:
 trees of tokens. operations: rewind, cull, compact, move, patch. state_rewind: rewinding a state.
-eviction: what to cull. token_merging: several tokens in one slot. prefix_reuse: prompt-prefix
-reuse. prefix_cache: prompt prefixes across requests. files: save and load. inspection: equality,
-text.
+eviction: what to cull. prefix_reuse: prompt-prefix reuse. prefix_cache: prompt prefixes across
+requests. files: save and load. inspection: equality, text.
 """
 
 from jaxllm.cache.batch_ops import branch, fork, merge_rows, select
 from jaxllm.cache.commit import commit
-from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_window
+from jaxllm.cache.eviction import heavy_hitters, sinks_and_window
 from jaxllm.cache.files import fingerprint, load_cache, save_cache
 from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
 from jaxllm.cache.operations import (
@@ -25,7 +24,6 @@ from jaxllm.cache.operations import (
 )
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.cache.state_rewind import Mark, mark
-from jaxllm.cache.token_merging import pool
 from jaxllm.cache.tree import init_tree
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "close_gaps",
     "commit",
     "compact",
-    "current_segment",
     "drop_range",
     "find_slots",
     "fingerprint",
@@ -51,7 +48,6 @@ __all__ = [
     "mark",
     "merge_rows",
     "patch",
-    "pool",
     "rewind",
     "save_cache",
     "select",

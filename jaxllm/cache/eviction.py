@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_no_state, check_usable
-from jaxllm.cache.operations import keep, keep_slots
-from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.cache.operations import keep
+from jaxllm.errors import CapacityError
 from jaxllm.runtime.validation import check_int
 
 
@@ -24,25 +24,6 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     position_BS = cache.position_BS
     recent = position_BS >= cache.next_position_B[:, None] - window
     return keep(cache, (position_BS < sinks) | recent)
-
-
-def current_segment(cache: KVCache) -> KVCache:
-    """Keep the tokens of the current segment, in a model with a memory of earlier segments.
-
-    Outputs do not change: no token attends to keys and values of a finished segment. `compact` then
-    needs room for one segment and new tokens only, however long the text.
-
-    Raises:
-        ConfigError: For models without such segments.
-    """
-    check_usable(cache)
-    length = cache.config.segment_length
-    if length is None:
-        raise ConfigError(
-            f"this {cache.config.model_type} has no segments: every token attends to all before it"
-        )
-    begin_B = cache.next_position_B // length * length
-    return keep_slots(cache, cache.position_BS >= begin_B[:, None])
 
 
 def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int) -> KVCache:

@@ -43,7 +43,7 @@ class Segment(struct.PyTreeNode):
         position_BS: int32, absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token
             at p was culled. The keys and values of such slots are never attended to.
         token_BS: int32, the token ids.
-        patched_BS: bool, True where `patch` or `pool` replaced what `commit` wrote.
+        patched_BS: bool, True where an edit such as `patch` replaced what `commit` wrote.
     """
 
     k: tuple[Entries, ...]

@@ -93,7 +93,7 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
 
     Raises:
         CacheMismatchError: The mask has another shape, or the cache has a memory, from which no
-            token can be removed (`current_segment` frees slots there).
+            token can be removed.
     """
     check_usable(cache)
     check_no_state(cache, "keep")

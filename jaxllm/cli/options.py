@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from jaxllm.cli.console import log, spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.generation.option_table import OverflowName
+from jaxllm.generation.option_table import overflow_names
 from jaxllm.runtime import multihost, signals
 from jaxllm.runtime.device_memory import describe_memory
 
@@ -104,10 +104,19 @@ Steer = Annotated[
         " repeatable.",
     ),
 ]
+
+
+class _OverflowNames(str):
+    """What --help shows as an option's value. Only then the names of other packages are read."""
+
+    def __format__(self, spec: str) -> str:
+        return "|".join(overflow_names())
+
+
 Overflow = Annotated[
     str | None,
     typer.Option(
-        help=f"Policy for a full context: {', '.join(get_args(OverflowName))} [default: refuse]."
+        metavar=_OverflowNames("NAME"), help="Policy for a full context [default: refuse]."
     ),
 ]
 

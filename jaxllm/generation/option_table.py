@@ -21,10 +21,10 @@ from typing import (
     TypeAlias,
     TypedDict,
     TypeVar,
-    get_args,
 )
 
 from jaxllm.runtime.docstrings import split_docstring
+from jaxllm.runtime.plugins import find_plugins
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Call = Literal["generate", "stream", "serve"]  # the methods of LM that take options
-OverflowName = Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
+OVERFLOW_NAMES = ("refuse", "slide", "sinks", "heavy")  # `overflow_names` has all
 MAX_TOKENS = 1 << 30  # positions are int32
 MAX_SEED = (1 << 64) - 1
 
@@ -112,7 +112,6 @@ _plain = partial(Option, from_file=False, decoders="plain", calls=("generate", "
 _structure = partial(Option, from_file=False)  # a grammar
 _sampling = partial(Option, decoders="samplers", per_row=True)
 _list = partial(Option, decoders="samplers")
-_POLICIES = ", ".join(get_args(OverflowName))
 _TOKENS = "a list of token ids, or one such list per prompt"
 
 
@@ -187,9 +186,8 @@ class GenerateOptions(TypedDict, total=False):
         negative_prompt: classifier-free guidance: the prompt to steer away from.
         top_logprobs: number of likeliest tokens to report per step.
         overflow: when the context is full: refuse, restart from the recent half (slide), keep the
-            first tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks
-            and recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop
-            finished segments that the model's memory holds (segments).
+            first tokens and a window (sinks) or recent and most attended ones (heavy), or what a
+            policy of another package does.
         cache: a cache of one row; a prefix shared with the prompt is not recomputed.
         edits: changes of activations (`jaxllm.inside`), of the prompt and all new tokens. Rows are
             the prompts, in order.
@@ -303,8 +301,13 @@ class GenerateOptions(TypedDict, total=False):
         _object(0, ge=0, off=0, whole=True, decoders="plain"),
     ]
     overflow: Annotated[
-        "OverflowName | OverflowPolicy | None",
-        _plain(None, f"one of {_POLICIES}, or an `OverflowPolicy`", clients=False),
+        "str | OverflowPolicy | None",
+        _plain(
+            None,
+            f"one of {', '.join(OVERFLOW_NAMES)}, a name of another package, or an"
+            " `OverflowPolicy`",
+            clients=False,
+        ),
     ]
     cache: Annotated["KVCache | None", _plain(None, "a jaxllm.KVCache", clients=False)]
     edits: Annotated[
@@ -362,6 +365,11 @@ HINTS: dict[str, str] = {theirs: f"use {ours}" for theirs, ours in ALIASES.items
     "force_words_ids": "constrained beam search is not supported",
     "generation_config": "pass its fields as options",
 }
+
+
+def overflow_names() -> tuple[str, ...]:
+    """Return the names of policies for a full cache, those of other packages last."""
+    return (*OVERFLOW_NAMES, *find_plugins("overflow_policies"))
 
 
 def document_options(function: Function) -> Function:

@@ -1,5 +1,6 @@
 """What few people need, kept out of the way of the rest: nothing outside imports this package.
 
+token_merging: several old tokens of a cache in one slot, and `--overflow pooled`.
 long_attention: LongNet and Infini-attention, and the command `jaxllm infini`.
 needle: a fact in a long text, and the command `jaxllm recall`.
 plan: estimates of memory, communication and time on a mesh, and the command `jaxllm plan`.

@@ -17,7 +17,6 @@ from jaxllm.cache import (
     fork,
     load_cache,
     merge_rows,
-    pool,
     rewind,
     save_cache,
     select,
@@ -44,7 +43,6 @@ EDITS: dict[str, Callable[[jaxllm.KVCache], Any]] = {
     "rewind": lambda c: rewind(c, 2),
     "compact": lambda c: compact(drop_range(c, 1, 3)),
     "shift": lambda c: shift(c, 2, start=3),
-    "pool": lambda c: pool(c, ratio=2, sinks=1, recent=2),
     "fork": lambda c: fork(branch(c, 1), 2, capacity=8),
     "merge_rows": lambda c: merge_rows([c, select(c, [1])]),
 }

@@ -1,5 +1,9 @@
 """Texts longer than their cache: each policy against uncached runs over the remaining tokens."""
 
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +11,16 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
-from jaxllm.generation.loops.overflow import HeavyHitters, OverflowPolicy, SinksAndWindow, Slide
-from tests.tiny_models import random_model, tokens
+from jaxllm.generation.loops.overflow import (
+    HeavyHitters,
+    OverflowPolicy,
+    OverflowState,
+    SinksAndWindow,
+    Slide,
+)
+from jaxllm.runtime.plugins import find_plugins
+from tests.conftest import Run, succeed
+from tests.tiny_models import random_model, save_random, tokens
 
 CAPACITY, NEW = 16, 40
 
@@ -133,9 +145,14 @@ def test_slide_truncates_long_prompt_to_end() -> None:
         seen.append(token)
 
 
+class Idle(Slide):
+    def __call__(self, state: OverflowState) -> Any:
+        return state.cache, None
+
+
 def test_overflow_refuses_unsupported_cases() -> None:
-    """Learned positions, sizes that leave no room and attention_mass raise errors, as does overflow
-    without a policy.
+    """Learned positions, sizes that leave no room, a policy that frees no slot and attention_mass
+    raise errors, as does overflow without a policy.
     """
     model, params = lm = random_model("gpt2")
     with pytest.raises(CapacityError, match="do not fit"):
@@ -146,5 +163,70 @@ def test_overflow_refuses_unsupported_cases() -> None:
         generate_small_cache(lm, PROMPTS, Slide(16))
     with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
         generate_small_cache(lm, PROMPTS, SinksAndWindow(4, 12))
+    with pytest.raises(CapacityError, match=r"Idle\(keep=None\) frees none of the cache's 16"):
+        generate_small_cache(lm, PROMPTS, Idle())
     with pytest.raises(SamplingError, match="attention_mass"):
         generate_small_cache(lm, PROMPTS, Slide(), attention_mass=True)
+
+
+LATEST = """
+import dataclasses
+
+from jaxllm.cache import close_gaps, compact, keep
+from jaxllm.errors import CapacityError
+from jaxllm.generation.loops.overflow import OverflowPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Latest(OverflowPolicy):
+    count: int = 6
+
+    def max_kept(self, capacity):
+        if self.count >= capacity:
+            raise CapacityError(f"no slot is free of {capacity}")
+        return self.count
+
+    def __call__(self, state):
+        cache = state.cache
+        latest_BS = cache.position_BS >= cache.next_position_B[:, None] - self.count
+        return compact(close_gaps(keep(cache, latest_BS)), capacity=cache.capacity), None
+"""
+
+
+@pytest.fixture
+def latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the class of an installed package, which adds it under the name "latest"."""
+    info = tmp_path / "latest-1.dist-info"
+    info.mkdir()
+    (tmp_path / "latest_policy.py").write_text(LATEST)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: latest\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[jaxllm.overflow_policies]\nlatest = latest_policy:Latest\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    find_plugins.cache_clear()
+    yield importlib.import_module("latest_policy").Latest
+    find_plugins.cache_clear()
+
+
+def test_policy_of_another_package_is_found_by_name(latest: Any, tmp_path: Path, run: Run) -> None:
+    """A class outside jaxllm is a policy as an object and by the name of its entry point, which
+    --help and the error of an unknown name list.
+    """
+    lm = random_model("llama", num_hidden_layers=1)
+    theirs = generate_small_cache(lm, PROMPTS, SinksAndWindow(sinks=0, window=6))
+    ours = generate_small_cache(lm, PROMPTS, latest())
+    assert ours.token_BT.tolist() == theirs.token_BT.tolist()
+    with pytest.raises(CapacityError, match="no slot is free of 16"):
+        generate_small_cache(lm, PROMPTS, latest(16))
+    save_random(tmp_path / "model", "llama", eos_token_id=None, num_hidden_layers=1)
+    loaded = jaxllm.load(tmp_path / "model")
+    by_name, by_object = (
+        loaded.generate([1] * 90, max_new_tokens=20, overflow=policy).tokens
+        for policy in ("latest", latest())
+    )
+    assert len(by_name) == 20 and by_name == by_object
+    with pytest.raises(SamplingError, match=r"one of refuse, slide, .* latest, .*'newest'"):
+        loaded.generate([1], overflow="newest")
+    out, _ = succeed(run, "generate", "--help")
+    assert re.search(r"--overflow refuse\|slide\|\S*\|latest\|", out)

@@ -8,7 +8,7 @@ from jaxllm.cache.kv import KVCache
 from jaxllm.errors import CapacityError
 from jaxllm.files import check_memory
 from jaxllm.generation.loops.finish import NO_TOKEN, check_positions
-from jaxllm.generation.loops.overflow import DropSegments, OverflowPolicy, check_policy
+from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.models.inputs import check_longrope_limit, rescales_rope, warn_dynamic_ntk
 from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.weights.model import Model
@@ -60,16 +60,14 @@ def truncate_to_recent(
     """Truncate prompts that do not fit to the most recent tokens that the policy retains."""
     T = tokens_BT.shape[1]
     room = cache.capacity - int(cache.cursor)
-    check_policy(cache.config, cache.capacity, overflow)
+    overflow.check(cache.config, cache.capacity)
     recent = overflow.max_kept(cache.capacity)
     if room >= T:
         return tokens_BT, lengths_B
-    if isinstance(overflow, DropSegments):
+    if overflow.long_prompt or int(cache.cursor):
+        remedy = overflow.long_prompt and f". {overflow.long_prompt}"
         raise CapacityError(
-            f"a prompt of {T} tokens does not fit into the {room} free slots. Prefill all but its"
-            " last token with `prefill_in_segments`, then continue from that cache"
+            f"a prompt of {T} tokens does not fit into the {room} free slots{remedy}"
         )
-    if int(cache.cursor):
-        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} free slots")
     rows = [tokens_BT[b, :n][-recent:] for b, n in enumerate(lengths_B)]
     return pad_rows(rows, width=recent), np.array([len(row) for row in rows])

@@ -318,7 +318,8 @@ def _prepare(
     check_mass(attention_mass)
     if overflow is not None and not isinstance(overflow, OverflowPolicy):
         raise SamplingError(
-            f"overflow must be a policy of jaxllm.generation.loops.overflow, got {overflow!r:.60}"
+            "overflow must be an OverflowPolicy of jaxllm.generation.loops.overflow, got"
+            f" {overflow!r:.60}"
         )
     tokens_BT, lengths_B = check_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape

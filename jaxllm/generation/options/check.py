@@ -15,7 +15,7 @@ from jaxllm.errors import SamplingError, suggest_name
 from jaxllm.generation import option_table
 from jaxllm.generation.completion import Decoder, LanguageModel, StoppingCriterion
 from jaxllm.generation.decoders import DECODERS, BeamSearch, PlainGeneration
-from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
+from jaxllm.generation.loops.overflow import OverflowPolicy, find_policy
 from jaxllm.generation.option_table import HINTS, MAX_SEED, OPTIONS, Call, GenerateOptions, Option
 from jaxllm.generation.sampling.options import PROCESSORS, check_sampling_option
 from jaxllm.generation.sampling.parsers import is_within
@@ -176,7 +176,7 @@ def _check_value(name: str, value: Any, option: Option) -> Any:
     if name == "stop_strings" and "" in value:
         raise ValueError
     if name == "overflow" and isinstance(value, str):
-        return OVERFLOWS[value]
+        return find_policy(value)
     for edit in value.values() if name == "edits" else ():
         as_edits(edit)
     return value

@@ -3,5 +3,6 @@
 settings: the fields in a model's configuration. dilated: LongNet in a layer; dilated_attention: its
 arithmetic, by blocks of consecutive positions (dilated_blocks) or arbitrary ones
 (dilated_gathered), after a dilation_pattern. infini: Infini-attention in a layer; memory: its
-compressive memory. conversion, command: `jaxllm infini`, which gives a dense model a memory.
+compressive memory; segments: texts of any length in a small cache. conversion, command: `jaxllm
+infini`, which gives a dense model a memory.
 """

@@ -11,15 +11,8 @@ import numpy as np
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.files.plots import save_figure
-from jaxllm.generation.loops.overflow import (
-    DropSegments,
-    HeavyHitters,
-    OverflowPolicy,
-    PoolByAttention,
-    PoolOlder,
-    SinksAndWindow,
-    Slide as Begin,
-)
+from jaxllm.generation.loops.overflow import OverflowPolicy, SinksAndWindow, find_policy
+from jaxllm.generation.option_table import overflow_names
 from jaxllm.research.needle.haystack import Encode, Probe, make_probe
 from jaxllm.research.needle.prefill import occupied_slots, prefill_texts, score_answers
 from jaxllm.runtime.progress import steps_bar
@@ -27,16 +20,11 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 # Overflow policies by name; None means a slot for every token. Names are those of
-# `generate --overflow`, and two more.
+# `generate --overflow`, and three more.
 POLICIES: dict[str, OverflowPolicy | None] = {
     "full": None,
-    "slide": Begin(),
+    **{name: find_policy(name) for name in overflow_names() if name != "refuse"},
     "window": SinksAndWindow(sinks=0),
-    "sinks": SinksAndWindow(),
-    "heavy": HeavyHitters(),
-    "pooled": PoolOlder(),
-    "pooled-by-use": PoolByAttention(),
-    "segments": DropSegments(),
     "self-extend": None,
 }
 ANSWER_TOKENS = 16  # tokens reserved for an answer
@@ -186,7 +174,7 @@ def _run_cell(
 
 
 def _check_policy(model: Model, name: str, policy: OverflowPolicy | None) -> None:
-    if policy is None or isinstance(policy, (Begin, DropSegments)):
+    if policy is None or not policy.moves_tokens:
         return
     config = model.config
     if any(config.attention_kind(layer) for layer in range(config.num_hidden_layers)):

@@ -15,16 +15,11 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.errors import CapacityError, NonFiniteError
-from jaxllm.generation.loops.overflow import (
-    DropSegments,
-    OverflowPolicy,
-    OverflowState,
-    check_policy,
-    make_room,
-)
+from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.ops.token_logprobs import log_likelihood
+from jaxllm.research.long_attention.segments import DropSegments
 from jaxllm.steps import StepOutput, run_and_commit, run_model
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -115,7 +110,7 @@ def occupied_slots(model: Model, policy: OverflowPolicy, slots: int) -> int:
 
     Raises CapacityError if these are all slots, ConfigError for segments with a model without them.
     """
-    check_policy(model.config, slots, policy)
+    policy.check(model.config, slots)
     length = model.config.segment_length
     if isinstance(policy, DropSegments) and length is not None:
         return int(length)

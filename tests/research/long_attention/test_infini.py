@@ -11,20 +11,18 @@ import torch
 
 import jaxllm
 from jaxllm import models
-from jaxllm.cache import (
-    compact,
-    current_segment,
-    patch,
-    rewind,
-    shift,
-)
+from jaxllm.cache import compact, patch, rewind, shift
 from jaxllm.cache.operations import keep_slots
 from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.export.step import StepSignature, input_shapes, make_step
-from jaxllm.generation.loops.overflow import DropSegments, HeavyHitters
-from jaxllm.generation.loops.streaming_prefill import prefill_in_segments
+from jaxllm.generation.loops.overflow import HeavyHitters
 from jaxllm.research.long_attention.conversion import with_memory
+from jaxllm.research.long_attention.segments import (
+    DropSegments,
+    current_segment,
+    prefill_in_segments,
+)
 from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.weights.precision import Precision, cast
 from tests.cache.caches import close, peek

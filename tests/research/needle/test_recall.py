@@ -12,12 +12,13 @@ import torch
 
 import jaxllm
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
+from jaxllm.generation.loops.overflow import HeavyHitters, SinksAndWindow, Slide
 from jaxllm.models import build
 from jaxllm.research.needle import prefill
 from jaxllm.research.needle.grid import POLICIES, default_extension, recall
 from jaxllm.research.needle.haystack import FRIENDS, KINDS, STYLES, make_probe
 from jaxllm.research.needle.prefill import prefill_texts, score_answers
+from jaxllm.research.token_merging.policies import PoolOlder
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import (
     Twin,

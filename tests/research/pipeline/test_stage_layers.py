@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import close_gaps, drop_range, load_cache, pool, save_cache, shift
+from jaxllm.cache import close_gaps, drop_range, load_cache, save_cache, shift
 from jaxllm.research.pipeline.stage_layers import assign_layers
 from jaxllm.research.plan.estimate import plan
+from jaxllm.research.token_merging.pool import pool
 from jaxllm.sharding.shard_params import bytes_per_device
 from tests.research.pipeline.test_pipeline import CLOSE, check_caches, check_generation, of_layers
 from tests.sharding.test_plan import ROWS, SLOTS, make_query

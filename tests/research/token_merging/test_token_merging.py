@@ -3,17 +3,19 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import close_gaps, compact, keep, pool
-from jaxllm.cache.token_merging import pool_mass
+from jaxllm.cache import close_gaps, compact, keep
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.generation.loops.overflow import OverflowState, PoolByAttention, PoolOlder
+from jaxllm.generation.loops.overflow import OverflowState
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops import dequantize
 from jaxllm.research.long_attention.settings import LongAttention
+from jaxllm.research.token_merging.policies import PoolByAttention, PoolOlder
+from jaxllm.research.token_merging.pool import pool, pool_mass
 from tests.cache.caches import close, entries, filled, keys, lm_of, peek, rotated
 from tests.tiny_models import random_model, tokens
 
@@ -97,8 +99,10 @@ def test_pool_keeps_single_slots_and_never_merges_twice(filled_lm: Any) -> None:
 
 
 def test_pool_groups_stop_at_patched_and_culled_slots(filled_lm: Any) -> None:
+    """A group ends where a slot is patched or culled; arrays of NumPy give the same cache."""
     _, cache = filled_lm
     first = pool(cache, ratio=3, sinks=7, recent=7)  # 7, 8, 9 as one slot, at position 9
+    assert pool(jax.device_get(cache), ratio=3, sinks=7, recent=7) == first
     found = pool(first, ratio=3, sinks=0, recent=4)
     positions = np.asarray(found.position_BS)[0]
     assert positions[positions >= 0].tolist() == [2, 5, 6, 9, 12, 13, 14, 15, 16]
