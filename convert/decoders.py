@@ -107,8 +107,14 @@ class DecoderArchitecture(Architecture):
     def write_config(self, config: Any) -> dict[str, Any]:
         """Return config.json's fields in a spelling that every version of transformers reads.
 
-        Raises ConfigError for head counts that transformers' class refuses.
+        Raises ConfigError for a kind of attention and for head counts that transformers' class
+        refuses.
         """
+        if config.attention is not None:
+            raise ConfigError(
+                f"attention of kind {config.attention.kind!r} cannot be saved in the Hugging Face"
+                " format: transformers would use its own. Save the model in the native format"
+            )
         check_heads(config, self)
         rope = write_rope(config.rope, config.max_position_embeddings)
         return self.finish(config, {**super().write_config(config), **rope})
@@ -188,11 +194,6 @@ def resolve_layer_types(fields: dict[str, Any], slides: Callable[[int], bool]) -
 
 def write_rope(rope: Rope, context: int) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` as in published files. context: maximum length."""
-    if rope.is_self_extended:
-        raise ConfigError(
-            "Self-Extend (group_size, neighbor_window) cannot be saved in the Hugging Face format:"
-            " transformers does not support it. Save the model without it, or in the native format"
-        )
     settings = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     theta, share = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
     if rope.rope_type == "divisors":  # transformers has it only as this special case of longrope

@@ -16,15 +16,6 @@ def _read_attention(fields: dict[str, Any], complaints: list[str], data: Mapping
         fields["attention"] = as_schema(attention, AttentionKind, where, ConfigError)
 
 
-def _refuse_attention(config: LlamaConfig, data: dict[str, Any]) -> dict[str, Any]:
-    if config.attention is not None:
-        raise ConfigError(
-            f"attention of kind {config.attention.kind!r} cannot be saved in the Hugging Face"
-            " format: transformers would use dense attention. Save the model in the native format"
-        )
-    return data
-
-
 LLAMA = make_table(
     "Llama",
     LlamaConfig,
@@ -35,7 +26,6 @@ LLAMA = make_table(
     heads_divide_width=True,
     writes=lambda config: config.sliding_window is None,
     derive=_read_attention,
-    finish=_refuse_attention,
 )
 # Mistral's linears have no biases, and its configuration has no fields for them.
 MISTRAL = make_table("Mistral", LlamaConfig, SLIDING_WINDOW, model_type="mistral")

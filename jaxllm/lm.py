@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.checkpoints import native
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files, read_text_assets
 from jaxllm.errors import (
@@ -146,18 +147,12 @@ class LM:
         """Return an adapter's index in `adapters`; None means the default one."""
         return adapter_index(self.adapter if name is None else name, self.adapters)
 
-    def with_self_extend(self, *, group_size: int, neighbor_window: int) -> "LM":
-        """Return this model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
+    def with_attention(self, kind: AttentionKind) -> "LM":
+        """Return this model with another kind of attention and the same parameters.
 
-        No training is needed: tokens within `neighbor_window` keep their positions, and those of
-        farther tokens are divided by `group_size`. `config.context_length` is the new limit. A
-        cache belongs to the model that made it.
-
-        Raises:
-            ConfigError: For a model without rotary positions or whose angles depend on the text
-                length, and for incompatible numbers.
+        A cache belongs to the model that made it. Raises ConfigError if the model cannot attend so.
         """
-        config = self.config.with_self_extend(group_size, neighbor_window)
+        config = self.config.with_attention(kind)
         return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
 
     @overload

@@ -156,8 +156,8 @@ def _forward_tree(
 ) -> Output:
     """Run new nodes of a tree; see `forward`."""
     config = model.config
-    is_long = any(map(config.attention_kind, range(config.num_hidden_layers)))
-    if model.is_sharded or is_long:
+    kind = config.attention
+    if model.is_sharded or (kind is not None and not kind.runs_trees):
         raise ConfigError(
             "trees need a model on one device, without long-context attention. Run the branches as"
             " rows: jaxllm.cache.fork"

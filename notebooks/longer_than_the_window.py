@@ -40,6 +40,7 @@ from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.research.needle.grid import POLICIES, recall
 from jaxllm.research.needle.haystack import make_probe
 from jaxllm.research.needle.prefill import prefill_texts
+from jaxllm.research.self_extend import SelfExtend
 
 plt.rcParams["figure.dpi"] = 110
 
@@ -138,7 +139,7 @@ plt.show()
 
 # %%
 LONG = 720
-extended = dense.with_self_extend(group_size=4, neighbor_window=64)
+extended = dense.with_attention(SelfExtend(group_size=4, neighbor_window=64))
 farther = {
     "full": known(dense, "full", LONG, DEPTHS[:1]),
     "Self-Extend": known(dense, "self-extend", LONG, DEPTHS[:1], extended=extended),

@@ -26,6 +26,7 @@ from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.generation.options import OPTIONS
 from jaxllm.models import FAMILIES
 from jaxllm.research.long_attention.segments import current_segment
+from jaxllm.research.self_extend import SelfExtend
 from jaxllm.research.token_merging.pool import pool
 from jaxllm.train import jobs
 from tests.tiny_models import random_model
@@ -278,8 +279,8 @@ LMS: dict[str, Call] = {
     "LM.serve": Call(LM.serve, "- requests", lambda m: (m, []), {"rows": "whole"}),
     "LM.chat_prompt": Call(LM.chat_prompt, "- texts", lambda m: (m, None)),
     "LM.save": Call(LM.save, "- path", lambda m: (m, None)),
-    "LM.with_self_extend": Call(
-        LM.with_self_extend, "", lambda m: (m,),
+    "SelfExtend": Call(
+        SelfExtend, "", lambda _: (),
         {"group_size": "whole", "neighbor_window": "whole"},
         {"group_size": 2, "neighbor_window": 8},
     ),

@@ -130,8 +130,6 @@ def write_rope(
     unit_magnitude: whether the architecture has `LOG_MULTIPLIER`.
     """
     settings: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
-    if rope.is_self_extended:
-        complaints.append("Self-Extend (group_size, neighbor_window)")
     match rope.rope_type:
         case "default":
             return settings, {}

@@ -178,7 +178,7 @@ def write_config(
         for field, value in {**row.constants, **row.derive(vars(config), keys)}.items()
         if not _is_equivalent(getattr(config, field), value)
     ]
-    kind = config.attention_kind(0)
+    kind = config.attention
     if kind is not None:
         complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     head_dim = getattr(config, row.head_dim)

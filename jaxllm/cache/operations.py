@@ -350,8 +350,9 @@ def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
     """
     config = cache.config
     for kind in set(map(config.attention_kind, range(config.num_hidden_layers))):
-        period = None if kind is None else kind.period
-        if kind is None or (period and _is_concrete(by) and not (np.asarray(by) % period).any()):
+        if kind is None or (period := kind.period) == 1:
+            continue
+        if period and _is_concrete(by) and not (np.asarray(by) % period).any():
             continue
         said = f"can only move by multiples of {period} positions" if period else "cannot move"
         raise ConfigError(

@@ -80,10 +80,11 @@ def rewind_state(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
         return cache.state
     layers = []
     for layer, state in enumerate(cache.state):
-        kind, rope = cache.config.attention_kind(layer), cache.config.layer_rope(layer)
-        if kind is None:
+        if state is None or isinstance(state, RecurrentState):
             layers.append(None if state is None else drop(state, next_B))
             continue
+        kind, rope = cache.config.attention_kind(layer), cache.config.layer_rope(layer)
+        assert kind is not None
         entries = [(s.k[layer], s.v[layer], s.position_BS) for s in cache.segments]
         layers.append(kind.rewind(state, entries, next_B, cache.next_position_B, rope))
     return tuple(layers)
@@ -97,12 +98,12 @@ def rewind_limit(cache: KVCache) -> np.ndarray:
     """
     if not cache.state:
         return np.zeros(cache.batch, np.int32)
-    kind, state = cache.config.attention_kind(0), next(x for x in cache.state if x is not None)
-    if kind is not None:
-        return np.asarray(to_host(kind.segment_start(state)))
-    if not isinstance(state, RecurrentState):
+    kind, state = cache.config.attention, next(x for x in cache.state if x is not None)
+    if isinstance(state, RecurrentState):
+        return to_host(state.start_B)
+    if kind is None or kind.segment_length is None:
         check_no_state(cache, "rewind")
-    return to_host(state.start_B)
+    return np.asarray(to_host(kind.segment_start(state)))
 
 
 def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:

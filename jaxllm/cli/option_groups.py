@@ -10,13 +10,13 @@ import typer
 
 from jaxllm.cli.eval_data import Corpus, Text, make_loader, read_corpus
 from jaxllm.cli.options import (
+    Attention,
     CacheDtype,
     Dtype,
     Exact,
     Mesh,
     PrecisionFile,
     Quantize,
-    SelfExtend,
     Strict,
     load_model,
     parse_dtype,
@@ -162,7 +162,7 @@ class LoadingOptions(AdapterOptions):
     int8_inputs: bool = False
     invariant: bool = False
     cache_dtype: CacheDtype = None
-    self_extend: SelfExtend = None
+    attention: Attention = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

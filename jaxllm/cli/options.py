@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from jaxllm.runtime import multihost, signals
 from jaxllm.runtime.device_memory import describe_memory
 
 if TYPE_CHECKING:
+    from jaxllm.config.attention_kind import AttentionKind
     from jaxllm.generation.options import Call
     from jaxllm.lm import LM
     from jaxllm.weights.precision import Precision
@@ -176,10 +178,6 @@ def _check_plot(param: typer.CallbackParam, path: Path | None) -> Path | None:
     return _check_file(param, path)
 
 
-def _check_self_extend(text: str | None) -> str | None:
-    return text and ",".join(map(str, parse_self_extend(text)))
-
-
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", callback=check_folder, help="Directory to write.")
 ]
@@ -192,13 +190,12 @@ NewModel = Annotated[
 NewFile = Annotated[Path | None, typer.Option(callback=_check_file)]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=_check_plot)]
 BatchSize = Annotated[int, typer.Option("--batch-size", "--batch", min=1)]
-SelfExtend = Annotated[
+Attention = Annotated[
     str | None,
     typer.Option(
-        metavar="G,W",
-        callback=_check_self_extend,
-        help="Self-Extend (longer contexts without training): group size G beyond a neighbor window"
-        " of W tokens, for example 8,512.",
+        metavar="KIND:NAME=VALUE,...",
+        help="Another kind of attention, for example self-extend:group_size=8,neighbor_window=512"
+        " (longer contexts without training).",
     ),
 ]
 Mesh = Annotated[
@@ -219,15 +216,19 @@ Strict = Annotated[bool, typer.Option("--strict", help="Fail on unknown settings
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def parse_self_extend(text: str) -> tuple[int, int]:
-    """Parse --self-extend, "G,W". Raises ConfigError for any other text."""
-    numbers = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
-    if not numbers:
-        raise ConfigError(
-            f"--self-extend must be GROUP,WINDOW (group size and neighbor window), for example"
-            f" 8,512: got {text!r:.40}"
-        )
-    return int(numbers[1]), int(numbers[2])
+def parse_attention(text: str) -> "AttentionKind":
+    """Parse --attention: KIND:NAME=VALUE,... with values in JSON. Raises ConfigError."""
+    from jaxllm.config.attention_kind import AttentionKind
+
+    kind, _, settings = text.partition(":")
+    fields: dict[str, Any] = {"kind": kind}
+    for item in re.split(r",(?=\w+=)", settings) if settings else ():
+        name, _, value = item.partition("=")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return AttentionKind.from_json(fields)
 
 
 def load_model(
@@ -240,7 +241,7 @@ def load_model(
     int8_inputs: bool = False,
     invariant: bool = False,
     adapters: list[str] | None = None,
-    self_extend: str | None = None,
+    attention: str | None = None,
     mesh: str | None = None,
     exact: bool = False,
     fsdp: bool = False,
@@ -252,7 +253,7 @@ def load_model(
 
     Args:
         adapters: adapter paths, each optionally as NAME=DIR.
-        self_extend: "G,W", parsed by `parse_self_extend`.
+        attention: a kind of attention, parsed by `parse_attention`.
         mesh, exact, fsdp, strict: as in `load`.
         reuse_compiled: use programs that an earlier process compiled.
         show_progress: None shows progress if stderr is a terminal.
@@ -283,8 +284,9 @@ def load_model(
             chosen = override_precision(chosen, table, f"--precision {precision}")
         if cache_dtype is not None:
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
-    if self_extend is not None:  # before the weights are read
-        opened.config.with_self_extend(*parse_self_extend(self_extend))
+        if attention is not None:
+            config = opened.config.with_attention(parse_attention(attention))
+            opened = dataclasses.replace(opened, config=config)
     lm = load(
         opened,
         dtype=chosen,
@@ -301,10 +303,7 @@ def load_model(
     seen = sys.stderr.isatty() if show_progress is None else show_progress
     if seen and (memory := describe_memory()) is not None:
         log(memory)
-    if self_extend is None:
-        return lm
-    group_size, neighbor_window = parse_self_extend(self_extend)
-    return lm.with_self_extend(group_size=group_size, neighbor_window=neighbor_window)
+    return lm
 
 
 def _parse_adapters(values: list[str]) -> dict[str, Path] | list[Path]:

@@ -9,10 +9,10 @@ from jaxllm.cli.eval_data import BOS, Corpus, describe_text, encode_corpus
 from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions
 from jaxllm.cli.options import (
     AsJson,
+    Attention,
     Model,
     NewFile,
     Plot,
-    SelfExtend,
     check_choice,
     load_model,
     parse_dtype,
@@ -41,7 +41,7 @@ def perplexity(
     protocol: str = "strided",
     bos: str = "auto",
     limit: int | None = None,
-    self_extend: SelfExtend = None,
+    attention: Attention = None,
     compare: str | None = None,
     other_dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
     other_quantize: str | None = None,
@@ -93,7 +93,7 @@ def perplexity(
     check_choice("--bos", bos, BOS)
     if other_quantize is not None:
         freeze_rules(other_quantize)
-    lm = loading.load(model, self_extend=self_extend)
+    lm = loading.load(model, attention=attention)
     from jaxllm.evaluate.likelihood import perplexity as positions
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.perplexity import Perplexity, measures_to_json, token_logprobs

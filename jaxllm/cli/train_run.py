@@ -187,7 +187,7 @@ def check_run(
             f"--length must be at most {context}, the context of {model}: got {options.length}."
             " Give a smaller one."
         )
-    kind = opened.config.attention_kind(0)
+    kind = opened.config.attention
     all_rates = (*(rates or {}).items(), *(() if kind is None else kind.rates))
     if optimizer.lr == 0 and not all_rates:
         raise ConfigError("--lr must be above 0: at 0 nothing is trained")

@@ -47,6 +47,15 @@ class AttentionKind:
         return ()
 
     @property
+    def runs_trees(self) -> bool:
+        """Whether the new tokens can be nodes of a tree."""
+        return False
+
+    def context_length(self, trained: int) -> int:
+        """Return the longest text, in tokens, of a model trained on texts of this length."""
+        return trained
+
+    @property
     def segment_length(self) -> int | None:
         """Tokens per segment, if tokens attend only within one and to a state of those before."""
         return None
@@ -60,8 +69,8 @@ class AttentionKind:
         """Return the kind for a model with only these layers, in this order."""
         return self
 
-    def complaints(self, layers: int, heads: int) -> list[str]:
-        """Return what is invalid for a model with these numbers of layers and query heads."""
+    def complaints(self, config: Any) -> list[str]:
+        """Return what is invalid for a model of this configuration (`DecoderConfig`)."""
         return []
 
     def state_shape(self, kv_heads: int, head_dim: int) -> Any:
@@ -76,14 +85,17 @@ class AttentionKind:
         parts: Sequence[Any],
         unrotated: Any,
         *,
+        rope: Any,
+        window: int | None,
+        sink_N: Any,
         scale: float,
         cap: float | None,
     ) -> tuple[Any, Any, Any]:
         """Return the heads `[B, T, N, H]` in q's dtype, the attention mass if it is requested, and
         the new state, or None.
 
-        parts: the cache's, then the new tokens. unrotated: `layers.Unrotated`. Other arguments:
-        see `layers.attend`.
+        parts: the cache's, then the new tokens. unrotated: `layers.Unrotated`. rope: the layer's
+        rotary settings. Other arguments: see `layers.attend`.
         """
         raise NotImplementedError
 

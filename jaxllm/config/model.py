@@ -53,10 +53,6 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": ((), ("factor",)),
 }
 COMMON_ROPE_FIELDS = ("partial_rotary_factor",)  # allowed for every type
-SELF_EXTEND_FIELDS = (
-    "group_size",
-    "neighbor_window",
-)  # likewise, if angles do not depend on the text length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,12 +64,6 @@ class Rope:
     pairs (i, i + H/2). divisors: one divisor per frequency;
     `longrope` has two lists, for texts up to `original_max_position_embeddings` and for longer
     ones.
-
-    Attributes:
-        group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or
-            neither; no published file has them. Tokens within the window keep their positions, and
-            those of farther tokens are divided by `group_size`, so that a trained model can read
-            longer texts.
     """
 
     rope_type: str
@@ -92,8 +82,6 @@ class Rope:
     short_factor: Divisors | None = None
     long_factor: Divisors | None = None
     divisors: Divisors | None = None
-    group_size: TokenCount | None = None
-    neighbor_window: Annotated[int, Meta(ge=0, le=1 << 26)] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:
@@ -110,12 +98,9 @@ class Rope:
         complaints = [f"{n} is missing" for n in required if n not in given]
         complaints += [
             f"{n} is not used by this type"
-            for n in sorted(
-                given - {*required, *optional, *COMMON_ROPE_FIELDS, *SELF_EXTEND_FIELDS}
-            )
+            for n in sorted(given - {*required, *optional, *COMMON_ROPE_FIELDS})
         ]
         complaints += field_errors(self)
-        complaints += self._self_extend_problems()
         if self.rope_type == "yarn" and self.rope_theta == 1:
             complaints.append("rope_theta must not be 1: all frequencies would be equal")
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
@@ -124,36 +109,6 @@ class Rope:
             complaints.append("short_factor and long_factor must have the same length")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
-
-    def _self_extend_problems(self) -> list[str]:
-        group, window = self.group_size, self.neighbor_window
-        if (group is None) != (window is None):
-            return ["Self-Extend needs both group_size and neighbor_window"]
-        if group is None:
-            return []
-        if self.depends_on_length:
-            return [
-                "Self-Extend moves keys to other positions, which is impossible if angles depend on"
-                " the text length. Remove group_size and neighbor_window"
-            ]
-        if window == 0:
-            return [
-                "neighbor_window must be at least 1, got 0: a token would share its position with"
-                " earlier tokens of its group"
-            ]
-        return []
-
-    @property
-    def is_self_extended(self) -> bool:
-        """Whether Self-Extend is enabled."""
-        return self.group_size is not None
-
-    def extended_length(self, positions: int) -> int:
-        """Return the maximum text length for a model of `positions` positions, with Self-Extend."""
-        if self.group_size is None or self.neighbor_window is None:
-            return positions
-        window = self.neighbor_window
-        return self.group_size * (positions - window + window // self.group_size)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head, two per pair; they come first."""
@@ -320,16 +275,18 @@ class ModelConfig:
             (r.original_context for r in self.ropes if r.original_context is not None), default=None
         )
 
-    def with_self_extend(self, group_size: int, neighbor_window: int) -> Self:
-        """Return a copy with Self-Extend (`Rope`). Raises ConfigError without rotary positions."""
-        raise ConfigError(
-            f"Self-Extend requires rotary positions, but {self.model_type} learns position"
-            f" embeddings, and has none beyond {self.max_position_embeddings}"
-        )
-
     def window(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, query included; None for full attention."""
         return None
+
+    @property
+    def attention(self) -> AttentionKind | None:
+        """A kind of attention of another package; None for full and sliding-window attention."""
+        return None
+
+    def with_attention(self, kind: AttentionKind) -> Self:
+        """Return a copy with this kind of attention. Raises ConfigError if the model has none."""
+        raise ConfigError(f"{self.model_type} does not support attention of kind {kind.kind!r}")
 
     def attention_kind(self, layer: int) -> AttentionKind | None:
         """Return a layer's kind of attention; None for full or sliding-window attention
@@ -343,8 +300,7 @@ class ModelConfig:
 
         Such models read tokens in order, and rotate keys by their position within the segment.
         """
-        kinds = (self.attention_kind(i) for i in range(self.num_hidden_layers))
-        return next((kind.segment_length for kind in kinds if kind is not None), None)
+        return None if self.attention is None else self.attention.segment_length
 
     @property
     def default_cache_size(self) -> int:
@@ -369,6 +325,8 @@ class ModelConfig:
             name: tuple(getattr(self, name)[i] for i in indices) for name in self.per_layer_fields
         }
         changes: dict[str, Any] = {"num_hidden_layers": len(indices), **kept}
+        if self.attention is not None:
+            changes["attention"] = self.attention.with_layers(indices)
         return dataclasses.replace(self, **changes)
 
     def layer_template(self, layer: int) -> int:

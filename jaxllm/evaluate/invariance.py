@@ -108,7 +108,7 @@ def _compare_passes(lm: LM, text_T: np.ndarray, others_RT: np.ndarray) -> Iterat
     config = lm.config
     if lm.model.is_sharded:
         yield _compare("one device", whole, _run(to_one_device(lm), alone, row, 0, [T], None))
-    elif not any(map(config.attention_kind, range(config.num_hidden_layers))):
+    elif config.attention is None or config.attention.runs_trees:
         yield _compare("a path of a tree", whole, _run_tree(lm, text_T))
     jax.clear_caches()
     yield _compare("compiled anew", whole, _run(lm, alone, row, 0, [T], None))

@@ -73,7 +73,7 @@ def check_signature(model: Model, signature: StepSignature) -> None:
             f"static-shape steps do not support {model.config.model_type}: its heads differ by"
             " layer, or its layers read each other's keys"
         )
-    kind = model.config.attention_kind(0)
+    kind = model.config.attention
     if signature.mask != "positions" and kind is not None:
         raise ConfigError(
             f"attention of kind {kind.kind!r} uses positions and takes no mask. Omit mask"

@@ -76,7 +76,7 @@ class Attention(nn.Module):
             kind=kind,
             unrotated=unrotated,
             gate=gate,
-            self_extend=rope if rope is not None and rope.is_self_extended else None,
+            rope=rope,
             source=c.kv_source(self.layer),
         )
 

@@ -7,6 +7,7 @@ of the same name replaces a property.
 import dataclasses
 from typing import Any, ClassVar, Self
 
+from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.config.model import ModelConfig, Rope
 
 
@@ -19,6 +20,8 @@ class DecoderConfig(ModelConfig):
             norm.
         qk_norm: "each head" or "all heads": how queries and keys are normalized before rotation;
             None: not at all.
+        attention: A kind of attention of another package, for the layers with the rotary settings
+            `rope`; no published checkpoint has one.
     """
 
     norms: ClassVar[tuple[str | None, ...]] = (
@@ -30,19 +33,13 @@ class DecoderConfig(ModelConfig):
     qk_norm: ClassVar[str | None] = None
 
     rope: Rope
+    attention: AttentionKind | None = None
 
     def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if complaints:
+        if complaints := super()._complaints():
             return complaints
-        context = self.max_position_embeddings
-        complaints = [
-            f"Self-Extend's neighbor_window {rope.neighbor_window} must be less than the context of"
-            f" {context} tokens, which it extends"
-            for rope in self._ropes()
-            if (rope.neighbor_window or 0) >= context
-        ]
-        return complaints + [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
+        complaints = [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
+        return complaints + (self.attention.complaints(self) if self.attention else [])
 
     def _ropes(self) -> tuple[Rope, ...]:
         """Return all rotary settings, whether or not a layer uses them."""
@@ -50,6 +47,14 @@ class DecoderConfig(ModelConfig):
 
     def layer_rope(self, layer: int) -> Rope | None:
         return self.rope
+
+    def with_attention(self, kind: AttentionKind) -> Self:
+        return dataclasses.replace(self, attention=kind)
+
+    def attention_kind(self, layer: int) -> AttentionKind | None:
+        if self.attention is None or self.layer_rope(layer) != self.rope:
+            return None
+        return self.attention.with_layers([layer])
 
     @property
     def sliding_window(self) -> int | None:
@@ -65,17 +70,20 @@ class DecoderConfig(ModelConfig):
 
     @property
     def context_length(self) -> int:
-        """The trained context, extended by `dynamic_inputs` NTK scaling (its factor) or
-        Self-Extend.
+        """The trained context, extended by dynamic NTK scaling (its factor) or a kind of
+        attention.
         """
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        return self.rope.extended_length(int(self.max_position_embeddings * (stretch or 1.0)))
+        length = int(self.max_position_embeddings * (stretch or 1.0))
+        if self.attention is None:
+            return length
+        return min(self.attention.context_length(length), self.position_limit)
 
-    def with_self_extend(self, group_size: int, neighbor_window: int) -> Self:
-        rope = dataclasses.replace(
-            self.rope, group_size=group_size, neighbor_window=neighbor_window
-        )
-        return dataclasses.replace(self, rope=rope)
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self.attention is None:  # keep the files of models without it unchanged
+            return {name: value for name, value in fields.items() if name != "attention"}
+        return {**fields, "attention": self.attention.to_dict()}
 
     @property
     def attention_bias(self) -> bool:

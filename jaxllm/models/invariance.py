@@ -33,11 +33,9 @@ def has_invariant_rows(model: Model, params: Params) -> bool:
     config, precision = model.config, model.precision
     if not native.is_enabled() or model.is_sharded:
         return False
-    if jax.default_backend() != "cpu" or any(rope.is_self_extended for rope in config.ropes):
+    if jax.default_backend() != "cpu" or config.attention is not None:
         return False
     if config.hidden_act in ("gelu", "gelu_python"):  # XLA's erf depends on the number of rows
-        return False
-    if any(config.attention_kind(i) is not None for i in range(config.num_hidden_layers)):
         return False
     if config.has_state or config.links_layers:  # XLA's sums and exponentials
         return False

@@ -147,7 +147,8 @@ class LatentAttention(nn.Module):
             cache_dtype=p.cache,
             scale=c.attention_scale,
             window=None,
-            self_extend=rope if rope.is_self_extended else None,
+            kind=c.attention_kind(self.layer),
+            rope=rope,
             expand=lambda heads: expand(heads[..., wide:]).astype(x.dtype),
         )
 

@@ -22,7 +22,6 @@ from jaxllm.ops.masked import (
     softmax_weights,
     weigh_values,
 )
-from jaxllm.ops.self_extend import attend_self_extend
 from jaxllm.ops.target import is_accelerator
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines per token, [B, T, F]
@@ -240,7 +239,7 @@ def attend(
     kind: AttentionKind | None = None,
     unrotated: Unrotated | None = None,
     gate: jax.Array | None = None,
-    self_extend: Rope | None = None,
+    rope: Rope | None = None,
     expand: Callable[[jax.Array], jax.Array] | None = None,
     source: int | None = None,
 ) -> AttentionOutput:
@@ -252,17 +251,17 @@ def attend(
         project_out: Output projection, `[B, T, N * H]` to `[B, T, D]`.
         cache_dtype: Dtype of keys and values if there is no cache.
         window: How many of the last positions a query attends to, its own included; None: all.
-        cap, sink_N: See `ops.attend`. A `kind` has no sinks.
+        cap, sink_N: See `ops.attend`.
         kind: The kind of attention; None: full or windowed.
         unrotated: Further inputs of a kind that has a state or `head_params`.
         gate: `[B, T, N, H]`; the heads are multiplied by its sigmoid.
-        self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
+        rope: The layer's rotary settings, for a `kind`.
         expand: Maps the heads' weighted sums to their values.
         source: The layer whose keys and values it reads; its own have no heads then. None: itself.
 
     Raises:
-        ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
-            devices with a mask or attention mass.
+        ConfigError: A text sharded over devices with a mask or attention mass; or as the `kind`
+            raises it.
     """
     q, k = site("attn.rot_q", q), site("attn.rot_k", k)
     source = layer if source is None else source
@@ -286,7 +285,7 @@ def attend(
         path_k = tree.gather(new.k_BSKH, source, "k")
         path_v = path_k if expand else tree.gather(new.v_BSKH, source, "v")
         parts.append(ops.Part(path_k, path_v, tree.position_RP))
-    special = (context.hooks.attend, kind, self_extend, context.document_BT, context.mask_BTS)
+    special = (context.hooks.attend, kind, context.document_BT, context.mask_BTS)
     if site.touches(*WEIGHT_SITES) or any(x is not None for x in special):
         parts = list(ops.take_rows(parts, context.row_B))
         context = context._replace(row_B=None)
@@ -304,28 +303,8 @@ def attend(
         )
         new_k, new_v = stored.k_BSKH, new_v if expand else stored.v_BSKH
     elif kind is not None:
+        options |= {"rope": rope, "window": window, "sink_N": sink_N}
         out, mass, state = kind.attend(context, site, q, parts, unrotated, **options)
-    elif self_extend is not None:
-        if context.mask_BTS is not None or context.document_BT is not None:
-            raise ConfigError(
-                "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
-                " exported graphs. Use the model without it"
-            )
-        if site.touches(*WEIGHT_SITES):
-            raise ConfigError(
-                "Self-Extend does not support attention_weights, attn.scores or attn.pattern."
-                " Use attention_mass"
-            )
-        out, mass = attend_self_extend(
-            q,
-            context.position_BT,
-            parts,
-            rope=self_extend,
-            window=window,
-            mass=context.mass,
-            sink_N=sink_N,
-            **options,
-        )
     else:
         out, mass = _attend_dense(context, site, q, parts, window=window, sink_N=sink_N, **options)
     if gate is not None:

@@ -1,6 +1,6 @@
 """Pure functions on arrays, independent of caches and parameters.
 
-attention: blockwise, over segments; self_extend: Self-Extend; masked: under an explicit mask.
+attention: blockwise, over segments; masked: under an explicit mask.
 kv_quant: keys and values as a cache stores them, int8 or not. rope, norms. pooling: sentence
 embeddings. buckets: tokens grouped by segment. recurrent: DeltaNet and convolutions. slot_update:
 the only code that writes slots.

@@ -2,6 +2,7 @@
 
 token_merging: several old tokens of a cache in one slot, and `--overflow pooled`.
 long_attention: LongNet and Infini-attention, and the command `jaxllm infini`.
+self_extend: Self-Extend, a kind of attention that reads longer texts without training.
 needle: a fact in a long text, and the command `jaxllm recall`.
 plan: estimates of memory, communication and time on a mesh, and the command `jaxllm plan`.
 llama_batch: batches of tokens in the style of llama.cpp's `llama_decode`.

@@ -24,8 +24,8 @@ def as_schema(
     """Convert a JSON value to `schema`: a msgspec.Struct, a TypedDict, or any annotation.
 
     Nothing is coerced: a string is not a number, a bool not an integer. Unknown fields of a
-    dataclass are an error. Raises `error` with `where`, the path of the wrong field, and its value.
-    A class that is none of these reads the value by its `from_json`.
+    dataclass are an error, unless they are null. A class that is none of these reads the value by
+    its `from_json`. Raises `error` with `where`, the path of the wrong field, and its value.
     """
     try:
         fitting = msgspec.convert(
@@ -106,7 +106,7 @@ def _unknown_names(value: Any, converted: Any) -> list[str]:
     if dataclasses.is_dataclass(converted) and isinstance(value, dict):
         names = {field.name for field in dataclasses.fields(converted)}
         within = [(value[name], getattr(converted, name)) for name in value.keys() & names]
-        here = [str(name) for name in value if name not in names]
+        here = [str(n) for n, given in value.items() if n not in names and given is not None]
     elif isinstance(converted, dict) and isinstance(value, dict):
         here, within = [], [(value.get(name), part) for name, part in converted.items()]
     elif isinstance(converted, list | tuple) and isinstance(value, list | tuple):

@@ -110,7 +110,7 @@ def _iter_rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Partiti
             # Added once, to the sum of all products; those of experts, before it.
             bias = PartitionRule("whole" if exact else "first", is_expert_stack=True)
             yield rf"{path}\.bias", bias if stack else REPLICATED
-    attention = config.attention_kind(0)
+    attention = config.attention
     for name in () if attention is None else attention.head_params:
         yield rf"{layer}.*\.{re.escape(name)}", PartitionRule("column", HEAD_AXES)
     if f.router is not None:
@@ -137,7 +137,7 @@ def resolve_mesh(axes: MeshSpec, config: ModelConfig) -> MeshSpec:
     """
     over = axes.tensor * axes.kv_replicas
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    kind = config.attention_kind(0)
+    kind = config.attention
     if kind is not None and not kind.shards_heads and over > 1:
         raise ConfigError(
             f"attention of kind {kind.kind!r} depends on head numbers, which a shard of the heads"

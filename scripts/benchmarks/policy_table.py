@@ -29,7 +29,7 @@ def measure(lm: Any, policy: str, length: int, options: argparse.Namespace) -> s
     extended = None
     if policy == SELF_EXTEND:
         numbers = default_extension(lm.config, max(options.lengths))
-        extended = lm.with_self_extend(**numbers).model
+        extended = lm.with_attention(numbers).model
     cells = recall(
         lm.model,
         lm.params,

@@ -25,6 +25,7 @@ from jaxllm.inside import Scale
 from jaxllm.models.invariance import has_invariant_rows, make_invariant
 from jaxllm.ops import native
 from jaxllm.research.long_attention.settings import LongAttention
+from jaxllm.research.self_extend import SelfExtend
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from tests.adapters.random_adapters import random_adapter
@@ -53,7 +54,8 @@ def in_bfloat16() -> Any:
 
 def self_extended() -> Any:
     model, params = one_layer()
-    return model.clone(config=model.config.with_self_extend(2, 8)), params
+    kind = SelfExtend(group_size=2, neighbor_window=8)
+    return model.clone(config=model.config.with_attention(kind)), params
 
 
 # The first case runs in `make test`; `window`: 5 tokens, less than a chunk.

@@ -76,7 +76,7 @@ def narrow_config(config: ModelConfig, kind: Groups, count: int) -> ModelConfig:
         raise ConfigError(
             f"{kind} of {config.model_type} cannot be dropped: their sizes differ by layer"
         )
-    attention = config.attention_kind(0)
+    attention = config.attention
     if kind == "heads" and attention is not None:
         raise ConfigError(
             f"heads with attention of kind {attention.kind!r} cannot be dropped: the pattern of a"

@@ -12,7 +12,9 @@ from msgspec import Meta
 from jaxllm.config.attention_kind import AttentionKind
 from jaxllm.config.model import Rope, TokenCount
 from jaxllm.errors import ConfigError
+from jaxllm.models.decoder_config import DecoderConfig
 from jaxllm.models.layers import AttentionContext, Unrotated
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.sites import SiteRecorder
 from jaxllm.ops import Part
 from jaxllm.research.long_attention import dilated, infini
@@ -21,6 +23,7 @@ from jaxllm.runtime.schema import field_errors
 
 TokenCounts = Annotated[tuple[TokenCount, ...], Meta(min_length=1, max_length=1 << 10)]
 
+NO_LIMIT = 1 << 62
 GATE_LR = 0.01  # of the memory's gates; at the rate of the other parameters they hardly move
 
 # kind -> (required fields, optional fields).
@@ -124,6 +127,9 @@ class LongAttention(AttentionKind):
         parts: Sequence[Part],
         unrotated: Unrotated,
         *,
+        rope: Rope | None,
+        window: int | None,
+        sink_N: jax.Array | None,
         scale: float,
         cap: float | None,
     ) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -171,19 +177,40 @@ class LongAttention(AttentionKind):
         w, r = zip(*pairs, strict=True)
         return dataclasses.replace(self, segment_lengths=w, dilated_ratios=r)
 
-    def complaints(self, layers: int, heads: int) -> list[str]:
-        """Return what is invalid for a model with these numbers of layers and query heads."""
-        count = len(self.pairs)
+    def context_length(self, trained: int) -> int:
+        """Return no limit with a memory: only one segment is attended to at a time."""
+        return trained if self.segment_length is None else NO_LIMIT
+
+    def complaints(self, config: DecoderConfig) -> list[str]:
+        if not isinstance(config, LlamaConfig):
+            return [f"attention of kind {self.kind!r} needs a llama model"]
+        problems, count = list[str](), len(self.pairs)
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        if config.sliding_window is not None:
+            problems.append(
+                f"attention of kind {self.kind!r} excludes sliding_window: remove one of them"
+            )
+        if (segment := self.segment_length) is not None:
+            if segment > config.max_position_embeddings:
+                problems.append(
+                    f"segments of {segment} tokens exceed max_position_embeddings"
+                    f" ({config.max_position_embeddings})"
+                )
+            if config.rope.depends_on_length:
+                problems.append(
+                    f"rotary settings of type {config.rope.rope_type!r} follow the text's length,"
+                    " but segments have a fixed length"
+                )
         if self.by == "layers" and count != layers:
-            return [
+            problems.append(
                 f"attention by layers has {count} pairs for {layers} layers; expected one per layer"
-            ]
+            )
         if self.by == "heads" and heads % count:
-            return [
+            problems.append(
                 f"attention by heads has {count} pairs for {heads} heads; expected a divisor, so"
                 " that every pair has equally many heads"
-            ]
-        return []
+            )
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set."""

@@ -1,5 +1,9 @@
 """`jaxllm recall`: needle-in-a-haystack test by depth, length and cache policy."""
 
+from typing import Annotated
+
+import typer
+
 from jaxllm.cli.console import log, spinner, write, write_json
 from jaxllm.cli.option_groups import AdapterOptions
 from jaxllm.cli.options import (
@@ -8,8 +12,6 @@ from jaxllm.cli.options import (
     Model,
     NewFile,
     Plot,
-    SelfExtend,
-    parse_self_extend,
     split_commas,
     split_numbers,
 )
@@ -32,7 +34,7 @@ def recall(
     texts: str = "auto",
     seed: int = 0,
     cache_dtype: CacheDtype = None,
-    self_extend: SelfExtend = None,
+    self_extend: Annotated[str | None, typer.Option(metavar="G,W")] = None,
     out: NewFile = None,
     picture: Plot = None,
     as_json: AsJson = False,
@@ -59,6 +61,8 @@ def recall(
             models' grammar), meetings (one of several names, for models of
             scripts/demo_models/train_long.py), auto (story for the demo models, else passkey).
         seed: Random seed of the texts.
+        self_extend: Group size G beyond a neighbor window of W tokens, for example 8,512 [default:
+            4 or more, and an eighth of the context].
         out: JSON file to write: all numbers.
         picture: PNG file to draw: heat maps.
     """
@@ -69,7 +73,9 @@ def recall(
     asked_depths = [*dict.fromkeys(split_numbers("--depths", depths, float))]
     with spinner("starting"):
         from jaxllm.research.needle import grid
+        from jaxllm.research.self_extend import SelfExtend
     grid.select_policies(chosen)
+    given = None if self_extend is None else SelfExtend.parse(self_extend)
     lm = loading.load(model, cache_dtype=cache_dtype)
     if lm.tokenizer is None:
         raise TokenError(f"{lm.path} has no tokenizer, which recall requires. Add its files there")
@@ -77,10 +83,8 @@ def recall(
         texts = "story" if model.startswith("demo:") else "passkey"
     extended = None
     if grid.SELF_EXTEND in chosen:
-        numbers = grid.default_extension(lm.config, max(asked_lengths))
-        if self_extend is not None:
-            numbers = dict(zip(numbers, parse_self_extend(self_extend), strict=True))
-        extended = lm.with_self_extend(**numbers).model
+        kind = grid.default_extension(lm.config, max(asked_lengths)) if given is None else given
+        extended = lm.with_attention(kind).model
     slots = max(16, min(asked_lengths) // 2) if slots is None else slots
     cells = grid.recall(
         lm.model,

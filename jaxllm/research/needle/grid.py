@@ -15,6 +15,7 @@ from jaxllm.generation.loops.overflow import OverflowPolicy, SinksAndWindow, fin
 from jaxllm.generation.option_table import overflow_names
 from jaxllm.research.needle.haystack import Encode, Probe, make_probe
 from jaxllm.research.needle.prefill import occupied_slots, prefill_texts, score_answers
+from jaxllm.research.self_extend import SelfExtend
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -66,8 +67,8 @@ def select_policies(names: Sequence[str]) -> dict[str, OverflowPolicy | None]:
     return {name: POLICIES[name] for name in names}
 
 
-def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
-    """Return Self-Extend parameters for texts of `longest` tokens.
+def default_extension(config: ModelConfig, longest: int) -> SelfExtend:
+    """Return Self-Extend for texts of `longest` tokens.
 
     The neighbor window is an eighth of the context; the group size is 4, or more if needed to reach
     the whole text and an answer.
@@ -75,7 +76,7 @@ def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
     context = config.max_position_embeddings
     window = max(1, context // 8)
     group = max(4, -(-(longest + ANSWER_TOKENS - window) // max(1, context - window)))
-    return {"group_size": group, "neighbor_window": window}
+    return SelfExtend(group_size=group, neighbor_window=window)
 
 
 def recall(

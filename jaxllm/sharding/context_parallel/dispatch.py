@@ -165,10 +165,10 @@ def check_context_parallel(config: ModelConfig, axes: MeshSpec, exact: bool) -> 
             "exact=True cannot be combined with a split text, whose sums have another order: mesh"
             f" {axes} must have sequence=1"
         )
-    long = config.attention_kind(0)
-    if long is not None or any(rope.is_self_extended for rope in config.ropes):
-        kind = "Self-Extend" if long is None else f"attention of kind {long.kind!r}"
-        raise ConfigError(f"{kind} cannot split a text: mesh {axes} must have sequence=1")
+    if (kind := config.attention) is not None:
+        raise ConfigError(
+            f"attention of kind {kind.kind!r} cannot split a text: mesh {axes} must have sequence=1"
+        )
     if axes.use_ulysses:
         heads = config.num_attention_heads, config.num_key_value_heads
         ulysses.check_heads(*heads, axes.sequence, cached=True)

@@ -18,6 +18,7 @@ from jaxllm.research.needle import prefill
 from jaxllm.research.needle.grid import POLICIES, default_extension, recall
 from jaxllm.research.needle.haystack import FRIENDS, KINDS, STYLES, make_probe
 from jaxllm.research.needle.prefill import prefill_texts, score_answers
+from jaxllm.research.self_extend import SelfExtend
 from jaxllm.research.token_merging.policies import PoolOlder
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import (
@@ -243,13 +244,13 @@ def test_self_extend_policy_requires_long_enough_model() -> None:
     named = {**options, "lengths": (300,), "policies": ("self-extend",)}
     with pytest.raises(ConfigError, match="needs extended_model"):
         recall(model, params, encode, **named)
-    short = build(model.config.with_self_extend(2, 9))
+    short = build(model.config.with_attention(SelfExtend(group_size=2, neighbor_window=9)))
     with pytest.raises(CapacityError, match=r"got 300 tokens, expected at most 184\. .*groups"):
         recall(model, params, encode, extended_model=short, **named)
     numbers = default_extension(model.config, 300)
-    assert numbers == {"group_size": 4, "neighbor_window": 12}
-    assert model.config.with_self_extend(**numbers).context_length >= 316
-    assert default_extension(model.config, 3000)["group_size"] > 4
+    assert numbers == SelfExtend(group_size=4, neighbor_window=12)
+    assert model.config.with_attention(numbers).context_length >= 316
+    assert default_extension(model.config, 3000).group_size > 4
 
 
 def test_recall_command_writes_table_json_and_picture(

@@ -12,6 +12,7 @@ import pytest
 from jaxllm import steps
 from jaxllm.cache import init_cache
 from jaxllm.errors import ConfigError
+from jaxllm.research.self_extend import SelfExtend
 from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
@@ -192,8 +193,8 @@ def test_unsupported_splits_are_refused() -> None:
         steps.forward(over, shared, cache, prompt(rows=1)[:, :16], attention_mass=True)
     with pytest.raises(ConfigError, match=r"8 query heads and 2 key heads .* 4 devices"):
         make_sharded_model(model.config, model.precision, parse_mesh("sequence=4:heads"))
-    extended = model.config.with_self_extend(4, 16)
-    with pytest.raises(ConfigError, match=r"Self-Extend .* mesh sequence=2 must have sequence=1"):
+    extended = model.config.with_attention(SelfExtend(group_size=4, neighbor_window=16))
+    with pytest.raises(ConfigError, match=r"'self-extend' .* mesh sequence=2 must have sequence=1"):
         make_sharded_model(extended, model.precision, parse_mesh("sequence=2"))
     with pytest.raises(
         ConfigError, match=r"mode of a mesh axis must be as in sequence=4:heads, tensor=4:tokens"

@@ -14,14 +14,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jaxllm
 from jaxllm.config.model import Rope
-from jaxllm.convert.gguf.rotary import write_rope
+from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.generation.loops.overflow import SinksAndWindow
 from jaxllm.models import build
 from jaxllm.ops import Part, attend
-from jaxllm.ops.self_extend import attend_self_extend
-from jaxllm.research.long_attention.settings import LongAttention
+from jaxllm.research.self_extend import SelfExtend
 from tests.cache.caches import rotated
 from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
@@ -30,9 +29,18 @@ THETA, H = 100.0, 6
 GROUP, WINDOW = 3, 7  # coprime
 
 
-def extended_rope(**fields: Any) -> Rope:
-    given = {"group_size": GROUP, "neighbor_window": WINDOW, **fields}
-    return Rope(**{"rope_type": "default", "rope_theta": THETA, **given})
+def self_extend(group: int = GROUP, window: int = WINDOW) -> SelfExtend:
+    return SelfExtend(group_size=group, neighbor_window=window)
+
+
+def attend_self_extend(q: Any, at_BT: Any, parts: Any, kind: SelfExtend) -> tuple[Any, Any]:
+    context: Any = types.SimpleNamespace(
+        mask_BTS=None, document_BT=None, position_BT=at_BT, mass=True
+    )
+    site: Any = types.SimpleNamespace(touches=lambda *_: False)
+    rope = Rope(rope_type="default", rope_theta=THETA)
+    options: Any = {"rope": rope, "window": None, "sink_N": None, "scale": 0.4, "cap": None}
+    return kind.attend(context, site, q, parts, None, **options)[:2]
 
 
 def brute_force(
@@ -91,10 +99,8 @@ def test_attention_equals_paper_formula(slots: int) -> None:
     ]
     if slots > 512:
         parts = [Part(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))]
-    found, received = attend_self_extend(
-        jnp.asarray(rotated_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32), parts,
-        rope=extended_rope(), scale=0.4, window=None, mass=True,
-    )  # fmt: skip
+    rotated_BTNH, at_BT = jnp.asarray(rotated_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32)
+    found, received = attend_self_extend(rotated_BTNH, at_BT, parts, self_extend())
     np.testing.assert_allclose(found[0], out, atol=2e-5)
     assert received is not None
     np.testing.assert_allclose(received[0], mass, atol=2e-5)
@@ -106,9 +112,7 @@ def test_group_size_one_equals_plain_attention() -> None:
     at_BT = jnp.tile(jnp.arange(9, dtype=jnp.int32)[None], (2, 1))
     parts = [Part(k, v, at_BT)]
     plain, _ = attend(q, at_BT, parts, scale=0.4, window=None)
-    same, _ = attend_self_extend(
-        q, at_BT, parts, rope=extended_rope(group_size=1, neighbor_window=3), scale=0.4, window=None
-    )
+    same, _ = attend_self_extend(q, at_BT, parts, self_extend(1, 3))
     assert_close(same, np.asarray(plain))
 
 
@@ -155,10 +159,11 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     forward = paper_forward(GROUP, WINDOW, found.torch_model.model.rotary_emb)
     for layer in found.torch_model.model.layers:
         layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
-    config = found.config.with_self_extend(GROUP, WINDOW)
+    config = found.config.with_attention(self_extend())
     return dataclasses.replace(found, config=config, model=build(config))
 
 
+EXTENDED = "self-extend:group_size=4,neighbor_window=64"
 IDS = tokens(2, 45)  # the twins' context is 24
 
 
@@ -175,14 +180,10 @@ def test_all_run_modes_equal_transformers_with_formula(twin: Twin) -> None:
     for t in range(41, 45):
         logits, full = jaxllm.decode_step(twin.model, twin.params, full, IDS[:, t])
         assert_close(logits, expected[:, t])
-    plain = build(dataclasses.replace(twin.config, rope=_plain(twin.config.rope)))
+    plain = build(dataclasses.replace(twin.config, attention=None))
     near = jaxllm.forward(plain, twin.params, None, IDS).logits
     assert_close(near[:, :WINDOW], expected[:, :WINDOW])
     assert np.abs(np.asarray(near[:, -1]) - expected[:, -1]).max() > 0.01
-
-
-def _plain(rope: Rope) -> Rope:
-    return dataclasses.replace(rope, group_size=None, neighbor_window=None)
 
 
 def test_forked_rows_equal_transformers(twin: Twin) -> None:
@@ -202,7 +203,7 @@ def test_attention_mass_sums_to_one_per_query() -> None:
     context.
     """
     model, params = random_model("llama", max_position_embeddings=24)
-    model = build(model.config.with_self_extend(GROUP, WINDOW))
+    model = build(model.config.with_attention(self_extend()))
     out = jaxllm.forward(model, params, None, IDS, attention_mass=True)
     assert out.attention_mass is not None
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
@@ -217,7 +218,7 @@ def test_attention_mass_sums_to_one_per_query() -> None:
 def test_context_length_limits_distances_to_trained(group: int, window: int) -> None:
     """The context is the longest for which every relative position was trained."""
     config = random_model("llama", max_position_embeddings=24)[0].config
-    reach = config.with_self_extend(group, window).context_length
+    reach = config.with_attention(self_extend(group, window)).context_length
 
     def farthest(length: int) -> int:
         p = length - 1
@@ -229,72 +230,68 @@ def test_context_length_limits_distances_to_trained(group: int, window: int) -> 
 
 def test_overlong_text_error_suggests_slide(shallow: Any) -> None:
     lm = jaxllm.load(shallow("llama"))
-    longer = lm.with_self_extend(group_size=2, neighbor_window=500)
+    longer = lm.with_attention(self_extend(2, 500))
     for model, context in ((lm, 512), (longer, 524)):
         with pytest.raises(CapacityError, match=rf"context of {context}.*overflow='slide'"):
             model.generate([5] * 520, max_new_tokens=10)
 
 
 def test_self_extend_refuses_unsupported_models(tmp_path: Path) -> None:
-    """Learned positions, bad sizes, length-dependent RoPE, dilated attention and attention_weights
-    are refused.
-    """
-    with pytest.raises(ConfigError, match="gpt2 learns position embeddings"):
-        random_model("gpt2")[0].config.with_self_extend(2, 8)
+    """Learned positions, bad sizes, length-dependent RoPE and attention_weights are refused."""
+    with pytest.raises(ConfigError, match="gpt2 does not support attention of kind 'self-extend'"):
+        random_model("gpt2")[0].config.with_attention(self_extend(2, 8))
     config = random_model("llama")[0].config
     with pytest.raises(ConfigError, match="neighbor_window must be at least 1"):
-        config.with_self_extend(2, 0)
+        self_extend(2, 0)
     with pytest.raises(ConfigError, match="group_size must be"):
-        config.with_self_extend(0, 2)
+        self_extend(0, 2)
     with pytest.raises(ConfigError, match=r"neighbor_window 97 .* less than the context of 97"):
-        config.with_self_extend(2, 97)
-    with pytest.raises(ConfigError, match="needs both group_size and neighbor_window"):
-        Rope(rope_type="default", rope_theta=1e4, group_size=2)
+        config.with_attention(self_extend(2, 97))
     for kind in ("dynamic", "longrope"):
         more = {"factor": 2.0} if kind == "dynamic" else {
             "short_factor": (1.0,), "long_factor": (2.0,), "original_max_position_embeddings": 8
         }  # fmt: skip
+        rope = Rope(rope_type=kind, rope_theta=THETA, **more)
+        changes: dict[str, Any] = {"rope": rope, "head_dim": 4 if kind == "dynamic" else 2}
         with pytest.raises(ConfigError, match="angles depend on the text length"):
-            extended_rope(rope_type=kind, **more)
-    dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
-    with pytest.raises(ConfigError, match=r"'dilated' excludes Self-Extend .* remove one of them"):
-        dataclasses.replace(config, attention=dilated).with_self_extend(2, 8)
+            dataclasses.replace(config, **changes, attention=self_extend())
     model, params = random_model("llama", num_hidden_layers=1)
-    model = build(model.config.with_self_extend(2, 8))
+    model = build(model.config.with_attention(self_extend(2, 8)))
     with pytest.raises(ConfigError, match="Self-Extend does not support attention_weights"):
         jaxllm.forward(model, params, None, IDS, attention_weights=True)
 
 
 def test_self_extend_is_saved_only_natively(shallow: Any, tmp_path: Path) -> None:
     """The native form stores the setting; Hugging Face and GGUF refuse it."""
-    lm = jaxllm.load(shallow("llama")).with_self_extend(group_size=4, neighbor_window=64)
+    lm = jaxllm.load(shallow("llama")).with_attention(self_extend(4, 64))
     assert lm.config.context_length == 4 * (512 - 64) + 64
     lm.save(tmp_path / "longer")
     again = jaxllm.load(tmp_path / "longer")
     assert again.config == lm.config
     opened = open_hf(shallow("llama"))
     opened = dataclasses.replace(opened, config=lm.config)
-    with pytest.raises(ConfigError, match=r"Self-Extend .* cannot be saved in the Hugging Face"):
+    with pytest.raises(ConfigError, match="'self-extend' cannot be saved in the Hugging Face"):
         write_hf(tmp_path / "hf", opened)
-    complaints: list[str] = []
-    write_rope(lm.config.rope, 64, 512, complaints, unit_magnitude=False)
-    assert "Self-Extend" in complaints[0]
+    with pytest.raises(ConfigError, match="GGUF does not support attention of kind 'self-extend'"):
+        write_config(lm.config)
 
 
 def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path: Path) -> None:
-    """Both commands run with --self-extend, and bad values are refused."""
+    """Both commands run with Self-Extend, and bad values are refused."""
     demo = shallow("llama")
     out, _ = succeed(
-        run, "generate", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
+        run, "generate", demo, "-p", "Once", "-n", 4, "--attention", EXTENDED, "--json"
     )
     assert len(json.loads(out)["tokens"]) == 4
     asked = ("--lengths", 60, "--depths", 0, "--tries", 1, "--texts", "story", "--json")
     out, _ = succeed(run, "recall", demo, *asked, "--policies", "self-extend")
     assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
     for given, message in {
-        ("generate", demo, "--self-extend", "8"): "for example 8,512: got '8'",
-        ("generate", demo, "--self-extend", "8,0"): "neighbor_window must be at least 1",
-        ("generate", demo, "--self-extend", "8,512"): "less than the context of 512",
+        ("recall", demo, "--policies", "self-extend", "--self-extend", "8"): "for example 8,512",
+        ("generate", demo, "--attention", EXTENDED.replace("64", "0")): "must be at least 1",
+        ("generate", demo, "--attention", EXTENDED.replace("64", "512")): "the context of 512",
+        ("generate", demo, "--attention", "self-extend:group_size=4"): "neighbor_window",
+        ("generate", demo, "--attention", "other:size=4"): "attention of kind 'other'",
         ("recall", demo, "--self-extend", "8,16"): "requires --policies self-extend",
     }.items():
         assert_refused(run, message, *given)
