@@ -66,7 +66,9 @@ def _pooling_ropes(cache: KVCache) -> tuple[Ropes, ...]:
     """Return the rotary settings of each array. Raises ConfigError if keys cannot be pooled."""
     config = cache.config
     kinds = {
-        kind.kind for kind in map(config.attention_kind, range(config.num_hidden_layers)) if kind
+        kind.kind
+        for kind in map(config.attention_kind, range(config.num_hidden_layers))
+        if kind and kind.period != 1
     }
     if kinds:
         raise ConfigError(
