@@ -95,7 +95,7 @@ struct Product {
 
 // Whether both need the same prepared input.
 bool same_prepared_input(const Weight& a, const Weight& b) {
-  return a.kind == b.kind && a.group == b.group && !a.zero == !b.zero && a.e2m1 == b.e2m1;
+  return a.kind == b.kind && a.group == b.group && a.blocks == b.blocks && !a.zero == !b.zero && a.e2m1 == b.e2m1;
 }
 
 // Products that are computed together, by the matrix unit if `matrix_unit` and it supports them.

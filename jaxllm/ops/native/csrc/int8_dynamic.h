@@ -9,7 +9,8 @@ namespace {
 // 128 columns of an input row. Byte 64 h + j is column 64 h + j for int8 weights, and column 32 (j / 16) + 16 h + j %
 // 16 for int4, whose bytes hold two nibbles. For each lane of four bytes (both nibbles): `step`, and `bias`, what the
 // weights' offset (or 1 of their zero point) adds. If a row has one scale, the first register of `bias` is the row's
-// sum, and steps are 2^24 times smaller, so that sums do not overflow before they are scaled.
+// sum, and steps are 2^24 times smaller, so that sums do not overflow before they are scaled. With weight rows in the
+// lanes (int8_blocks.h), the first four of each are those of 32 columns.
 template <int Lanes>
 struct alignas(64) Int8Chunk {
   int8_t q[128];
@@ -83,6 +84,13 @@ void quantize_chunk(const Weight& w, const float* x, bool quantized, Int8Chunk<L
     out.step[lane] = step[lane * 4 / Lanes];
   }
   for (int lane = kLanes; lane < Lanes && scaled_by_row; lane++) out.bias[lane % kLanes] += out.bias[lane];
+  if (!kRowsInLanes || !w.blocks) return;
+  for (int i = 0; i < 4; i++) {  // of 32 columns
+    int32_t sum = 0;
+    for (int lane = 0; lane < Lanes / 4; lane++) sum += out.bias[i * Lanes / 4 + lane];
+    out.bias[i] = sum;
+    out.step[i] = step[i];
+  }
 }
 
 // Storage format of the weights.
@@ -204,9 +212,10 @@ void multiply_format(const Weight& w, const Input& in, const uint8_t* x, int64_t
 }
 
 inline void multiply_int8(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  if (w.blocks)
-    return w.kind == Kind::kInt4 ? multiply_format<Format::kInt4Blocks>(w, in, x, begin, end, y)
-                                 : multiply_format<Format::kInt8Blocks>(w, in, x, begin, end, y);
+  if constexpr (!kRowsInLanes)  // else int8_blocks.h
+    if (w.blocks)
+      return w.kind == Kind::kInt4 ? multiply_format<Format::kInt4Blocks>(w, in, x, begin, end, y)
+                                   : multiply_format<Format::kInt8Blocks>(w, in, x, begin, end, y);
   if (w.kind == Kind::kInt4)
     return w.zero   ? multiply_format<Format::kInt4Zero>(w, in, x, begin, end, y)
            : w.e2m1 ? multiply_format<Format::kE2M1>(w, in, x, begin, end, y)

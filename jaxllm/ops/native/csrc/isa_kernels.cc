@@ -31,7 +31,7 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
     case Kind::kQ5K: return multiply_k_quant<Kind::kQ5K>(w, in, x, begin, end, y);
     case Kind::kQ6K: return multiply_k_quant<Kind::kQ6K>(w, in, x, begin, end, y);
     default:
-      if (in.quantize) return multiply_int8(w, in, x, begin, end, y);
+      if (in.quantize) return multiply_rounded(w, in, x, begin, end, y);
       return dispatch_pairs(multiply_exact<kPairs>, multiply_exact<false>);
   }
 }

@@ -3,7 +3,7 @@
 
 #include "floats.h"
 #include "int4_exact.h"
-#include "int8_dynamic.h"
+#include "int8_blocks.h"
 #include "k_quants_int8.h"
 #include "nf4.h"
 #include "sparse.h"

@@ -46,6 +46,9 @@
 //    If it has dot products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   the products of both halves added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; alternating 16-bit numbers.
+//    If lanes can hold rows of weights (int8_blocks.h), it defines JAXLLM_ROWS_IN_LANES, and
+//      add_word(sum, w, x)    as add_bytes, with the four numbers at x for all lanes;
+//      words_of_rows(row[N], out)   register k has word k (four bytes) of each row, of row_of_lane(i) in lane i.
 //    Optional CPU features are #ifdefs in the layer, which is compiled for each set.
 // 2. Add it to CMakeLists.txt, with compiler flags. A set with a matrix unit (layers/amx.h) uses the kernels of another
 //    set, and matrix_unit.h for many rows.
@@ -113,6 +116,12 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) { sum = fma(odd(a), odd(b), fma(even(a), even(b), sum)); }
+#endif
+
+#ifdef JAXLLM_ROWS_IN_LANES
+constexpr bool kRowsInLanes = true;
+#else
+constexpr bool kRowsInLanes = false;
 #endif
 
 // exp as 2^n times a polynomial of degree 6 (Cephes' expf), for arguments up to 0; 0 below -87. NaN gives anything.

@@ -87,6 +87,41 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) 
   add_bytes(sum, w2, x2);
 }
 JAXLLM_INLINE void add_codes(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+
+#define JAXLLM_ROWS_IN_LANES
+JAXLLM_INLINE void add_word(Ints& sum, Bytes w, const int8_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const int32_t(*)[1]>(x)));
+}
+constexpr int row_of_lane(int i) { return i % 4 + 4 * (i / 8) + i / 4 % 2 * 8; }
+// `all`: four words of a row, the next four, and the same of the eighth row after it; then as `transpose`.
+template <int N>
+JAXLLM_INLINE void words_of_rows(const uint8_t* const (&row)[16], Bytes (&out)[N]) {
+  __m512i all[8], pairs[8], fours[8];
+  JAXLLM_UNROLL
+  for (int i = 0; i < 8; i++) {
+    if constexpr (N == 8)
+      all[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(row[i])), load<__m256i>(row[i + 8]), 1);
+    else
+      all[i] = _mm512_inserti64x4(_mm512_castsi128_si512(load<__m128i>(row[i])),
+                                  _mm256_castsi128_si256(load<__m128i>(row[i + 8])), 1);
+  }
+  JAXLLM_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(all[i], all[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(all[i], all[i + 1]);
+  }
+  JAXLLM_UNROLL
+  for (int i = 0; i < 8; i += 4) JAXLLM_UNROLL
+  for (int k = 0; k < 2; k++) {
+    fours[i + 2 * k] = _mm512_unpacklo_epi64(pairs[i + k], pairs[i + 2 + k]);
+    fours[i + 2 * k + 1] = _mm512_unpackhi_epi64(pairs[i + k], pairs[i + 2 + k]);
+  }
+  JAXLLM_UNROLL
+  for (int m = 0; m < 4; m++) {
+    out[m] = Bytes(_mm512_shuffle_i32x4(fours[m], fours[4 + m], 0x88));
+    if constexpr (N == 8) out[4 + m] = Bytes(_mm512_shuffle_i32x4(fours[m], fours[4 + m], 0xdd));
+  }
+}
 #else
 constexpr int kOffset = 0;
 constexpr int kDigitRows = 0;
