@@ -37,7 +37,7 @@ from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
 from jaxllm.runtime.schema import as_schema
-from jaxllm.weights.formats import Weight, as_weight, parse_format, sliceable_axes, to_dense
+from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import peek_weight, to_lazy_tensors
 from jaxllm.weights.load import NotLocal, ParamPlacer, read_weight, report_non_finite
@@ -267,7 +267,7 @@ def load_params(
                 path,
                 tensor,
                 partial(read_weight, path, formats=formats, complaints=complaints, **how),
-                sliceable_axes(formats[-1]),
+                parse_format(formats[-1]).sliceable_axes,
             )
             if not searched or searched[-1][0] != path:
                 advance(tensor.nbytes)

@@ -7,6 +7,6 @@ student: a part of a teacher, to be distilled into.
 
 methods has one file per method. They share: layerwise: the loop over layers. weight_loop: the loop
 over matrices and experts. input_stats: statistics of a linear's inputs. column_solver: the loop
-over columns (GPTQ, SparseGPT). channel_scaling: channel scales moved from activations to weights
+over columns (GPTQ). channel_scaling: channel scales moved from activations to weights
 (SmoothQuant, AWQ).
 """

@@ -1,4 +1,4 @@
-"""Optimal brain surgeon in blocks of columns: GPTQ, SparseGPT, and both at once.
+"""Optimal brain surgeon in blocks of columns: GPTQ, also of weights that are zeroed on the way.
 
 Columns of a weight are rounded or zeroed one after the other, and the columns that are not yet
 processed compensate the change of the layer's output (Frantar et al. 2022, arXiv 2210.17323; 2023,
@@ -21,11 +21,14 @@ import numpy as np
 from scipy.linalg import lapack
 
 from jaxllm.compress.input_stats import InputStats
-from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.weights.sparsity import Sparsity, lowest_in_groups
+from jaxllm.errors import NonFiniteError
 from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
+# Returns which weights of a block are zeroed from column i on, bool `[C, O]`. Its arguments: i, the
+# weights `[C, O]`, those zeroed so far, the block of U `[C, C]`, and which columns are no padding
+# `[C]`. Hashable: it is a part of the program.
+ChooseZeros = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 COLUMN_BLOCK = 128  # columns
 MAX_DAMPING = 1.0
 
@@ -126,23 +129,19 @@ def solve_columns(
     hessian: HessianFactor,
     *,
     target: IntFormat | None = None,
-    sparsity: Sparsity | None = None,
+    choose_zeros: ChooseZeros | None = None,
     static_groups: bool = True,
 ) -> OBSResult:
-    """Quantize a weight to `target` integers, prune it, or both, compensating each column's error.
+    """Quantize a weight to `target` integers, zero a part of it, or both.
 
-    Weights that are zero stay zero.
+    Later columns compensate each column's error. Weights that are zero stay zero.
 
     Args:
+        choose_zeros: Which further weights are zeroed.
         static_groups: Matters only with `act_order`. If true, groups are adjacent columns in the
             original order, with scales computed before the first column is changed; else groups are
             adjacent in the processing order.
-
-    Raises:
-        ConfigError: For N:M sparsity with `act_order`.
     """
-    if sparsity is not None and sparsity.pattern and (np.diff(hessian.order_I) < 0).any():
-        raise ConfigError(f"{sparsity.name} needs adjacent columns: incompatible with act_order")
     rows, columns = weight_OI.shape
     w_OI = np.array(weight_OI, np.float32)
     w_OI[:, hessian.dead_I] = 0
@@ -173,7 +172,7 @@ def solve_columns(
         jnp.pad(scale_GO, ((0, 1), (0, 0))),
         jnp.pad(zero_GO, ((0, 1), (0, 0))),
         target=target,
-        sparsity=sparsity,
+        choose_zeros=choose_zeros,
         static=static,
         columns=columns,
     )
@@ -194,7 +193,7 @@ class _State(NamedTuple):
     error: jax.Array
 
 
-@partial(jax.jit, static_argnames=("target", "sparsity", "static", "columns"), donate_argnums=0)
+@partial(jax.jit, static_argnames=("target", "choose_zeros", "static", "columns"), donate_argnums=0)
 def _solve_blocks(
     w_IO: jax.Array,
     u_II: jax.Array,
@@ -203,7 +202,7 @@ def _solve_blocks(
     zero_GO: jax.Array,
     *,
     target: IntFormat | None,
-    sparsity: Sparsity | None,
+    choose_zeros: ChooseZeros | None,
     static: bool,
     columns: int,
 ) -> _State:
@@ -217,13 +216,12 @@ def _solve_blocks(
         u_CC = jax.lax.dynamic_slice_in_dim(u_CI, begin, COLUMN_BLOCK, 1)
         group_C = jax.lax.dynamic_slice_in_dim(group_I, begin, COLUMN_BLOCK)
         gone_CO = jax.lax.dynamic_slice_in_dim(zero_IO, begin, COLUMN_BLOCK)
-        if sparsity is not None and sparsity.pattern is None:
-            gone_CO |= _cheapest_mask(w_CO, gone_CO, u_CC, begin, columns, sparsity.fraction)
+        is_real_C = begin + jnp.arange(COLUMN_BLOCK) < columns
 
         def column(i: jax.Array, inner: Any) -> Any:
             w_CO, gone_CO, error_CO, codes_CO, scale_GO, zero_GO = inner
-            if sparsity is not None and sparsity.pattern is not None:
-                gone_CO = _update_nm_mask(i, w_CO, gone_CO, u_CC, sparsity.pattern)
+            if choose_zeros is not None:
+                gone_CO = choose_zeros(i, w_CO, gone_CO, u_CC, is_real_C)
             if target is not None and not static:
                 scale_GO, zero_GO = _update_scales(i, w_CO, group_C, scale_GO, zero_GO, target)
             w_O, u_C = w_CO[i], u_CC[i]
@@ -254,40 +252,6 @@ def _solve_blocks(
     codes_IO = jnp.zeros((width, rows), target.code_dtype if target else jnp.uint8)
     begun = _State(w_IO, codes_IO, scale_GO, zero_GO, jnp.float32(0))
     return jax.lax.fori_loop(0, width // COLUMN_BLOCK, block, begun)
-
-
-def _cheapest_mask(
-    w_CO: jax.Array,
-    zero_CO: jax.Array,
-    u_CC: jax.Array,
-    begin: jax.Array,
-    columns: int,
-    fraction: float,
-) -> jax.Array:
-    """Return the mask of the cheapest weights in a block, over all rows; without a pattern."""
-    real_C = begin + jnp.arange(COLUMN_BLOCK) < columns
-    score_CO = jnp.where(zero_CO, 0.0, w_CO**2 / jnp.diagonal(u_CC)[:, None] ** 2)
-    score_CO = jnp.where(real_C[:, None], score_CO, jnp.inf)
-    count = jnp.floor(real_C.sum().astype(jnp.float32) * w_CO.shape[1] * fraction)
-    rank = jnp.argsort(jnp.argsort(score_CO.reshape(-1), stable=True), stable=True)
-    return rank.reshape(w_CO.shape) < count.astype(jnp.int32)
-
-
-def _update_nm_mask(
-    i: jax.Array, w_CO: jax.Array, gone_CO: jax.Array, u_CC: jax.Array, pattern: tuple[int, int]
-) -> jax.Array:
-    """Extend the mask of zeros by the N:M group that begins at column i, if one does."""
-    n, m = pattern
-
-    def choose_columns() -> jax.Array:
-        w_MO = jax.lax.dynamic_slice_in_dim(w_CO, i, m)
-        zero_MO = jax.lax.dynamic_slice_in_dim(gone_CO, i, m)
-        u_M = jax.lax.dynamic_slice_in_dim(jnp.diagonal(u_CC), i, m)
-        score_MO = jnp.where(zero_MO, 0.0, w_MO**2 / u_M[:, None] ** 2)
-        gone_MO = zero_MO | lowest_in_groups(score_MO.T, m - n).T
-        return jax.lax.dynamic_update_slice_in_dim(gone_CO, gone_MO, i, 0)
-
-    return jax.lax.cond(i % m == 0, choose_columns, lambda: gone_CO)
 
 
 def _update_scales(

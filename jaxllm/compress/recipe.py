@@ -27,7 +27,6 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import is_convolution
-from jaxllm.weights.sparsity import parse as parse_sparsity
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat
 
@@ -323,11 +322,14 @@ def parse_integer_format(name: str) -> IntFormat:
     return parsed
 
 
-def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
-    """Raise ConfigError if the rows of a matrix cannot be split into groups of M."""
-    sparsity = parse_sparsity(argument)
-    for path in match_paths(shapes, options.on, argument):
-        sparsity.check(shapes[path][-1], path)
+def parse_share(text: str) -> float:
+    """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
+    number = text.removesuffix("%")
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
+        share = float(number) / (100 if text.endswith("%") else 1)
+        if 0 < share < 1:
+            return share
+    raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
 
 
 def _check_quantized(text: str) -> None:
@@ -339,5 +341,4 @@ def _check_quantized(text: str) -> None:
 FORMAT = Argument("FORMAT", parse_format)
 QUANTIZED = Argument("FORMAT", _check_quantized)
 INTEGER_FORMAT = Argument("FORMAT", parse_integer_format)
-PATTERN = Argument("N:M|SHARE%", parse_sparsity)
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # type of an option

@@ -8,13 +8,9 @@ from jaxllm.compress.methods import (
     formats,
     gptq,
     layer_pruning,
-    low_rank,
-    magnitude,
     rtn,
     smoothquant,
-    sparsegpt,
     structured_pruning,
-    wanda,
 )
 from jaxllm.compress.recipe import StepSpec
 from jaxllm.runtime.plugins import load_plugins
@@ -25,12 +21,6 @@ STEPS: tuple[StepSpec, ...] = (
     awq.STEP,
     smoothquant.STEP,
     formats.DYNAMIC_INPUTS,
-    magnitude.STEP,
-    wanda.STEP,
-    sparsegpt.STEP,
-    low_rank.SVD,
-    low_rank.ASVD,
-    low_rank.SVD_LLM,
     layer_pruning.STEP,
     structured_pruning.HEADS,
     structured_pruning.CHANNELS,

@@ -8,6 +8,8 @@ plan: estimates of memory, communication and time on a mesh, and the command `ja
 llama_batch: batches of tokens in the style of llama.cpp's `llama_decode`.
 pipeline: layers in stages, and schedules of microbatches.
 sparse: weights without their zeros.
+pruning: weights that become zero, and smaller models.
+low_rank: factors of low rank instead of matrices.
 static_inputs: inputs of linears on calibrated grids, and how to find the grids.
 
 They join by entry points (`runtime.plugins`), as those of another package would.

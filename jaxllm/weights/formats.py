@@ -18,10 +18,10 @@ nf4                            4 bits, the levels of QLoRA's NormalFloat, in blo
 Composite formats name the format of their inner weight after a slash:
 ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
 offset/int4-g32-zp-f16         a float offset per group (GGUF's Q4_1, Q5_1)
-rank64/int8                    two factors of rank 64 (see `types/low_rank.py`)
 
 Packages add types by entry points of the group `jaxllm.weight_types`, imported when a name is none
-of these: a module with NAMES of its formats, and a `parse` as in `COMPOSITE_PARSERS`.
+of these: a module with NAMES of its formats, and a `parse` of a name and of the function that
+parses inner formats.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,6 @@ from jaxllm.weights.types import (
     arrays,
     block_weight,
     int_weight,
-    low_rank,
     mxfp4,
     nf4,
     packed_bf16,
@@ -54,11 +53,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     mxfp4.parse,
     block_weight.parse,
     nf4.parse,
-)
-# Likewise for composite weights: a row parses the inner format with the function that it is passed.
-COMPOSITE_PARSERS: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
-    low_rank.parse,
-    permuted.parse,
+    lambda name: permuted.parse(name, parse_format),
 )
 
 
@@ -67,9 +62,6 @@ def parse_format(name: Any) -> Format:
     if isinstance(name, str):
         for parse in PARSERS:
             if (format := parse(name)) is not None:
-                return format
-        for parse_composite in COMPOSITE_PARSERS:
-            if (format := parse_composite(name, parse_format)) is not None:
                 return format
         for module in load_plugins("weight_types"):
             if (format := module.parse(name, parse_format)) is not None:
@@ -107,14 +99,6 @@ def abstract_weight(name: str, shape: tuple[int, ...]) -> Any:
         return None
     structs = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.array_specs(shape).items()}
     return jax.eval_shape(lambda arrays: format.from_arrays(shape, arrays), structs)
-
-
-def sliceable_axes(name: str) -> tuple[int, ...]:
-    """Return the axes, 0 rows and 1 columns, along which slicing and quantizing commute."""
-    format = parse_format(name)
-    if isinstance(format, arrays.FloatFormat):
-        return (0, 1)
-    return () if isinstance(format, nf4.NF4Format | low_rank.LowRankFormat) else (0,)
 
 
 def to_dense(weight: Weight, dtype: Any = None) -> jax.Array:

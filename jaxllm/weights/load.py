@@ -58,7 +58,7 @@ class ParamPlacer:
 
         Args:
             sliceable_axes: the axes along which slicing commutes with `read`
-                (`formats.sliceable_axes`).
+                (`Format.sliceable_axes`).
         """
         return self.place_weight(path, read(tensor))
 

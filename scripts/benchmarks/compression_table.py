@@ -26,7 +26,7 @@ from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.plots import plot
 from jaxllm.compress.recipe import parse_lines
-from jaxllm.compress.registry import STEPS
+from jaxllm.compress.registry import find_steps
 from jaxllm.errors import JaxllmError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 
@@ -154,7 +154,7 @@ def measure_recipes(
         results[block] = []
         for steps in lines:
             steps = [replace_quarter(step, lm.config) for step in steps]
-            recipe, seconds, state = parse_lines(steps, STEPS), 0.0, initial_state(lm)
+            recipe, seconds, state = parse_lines(steps, find_steps()), 0.0, initial_state(lm)
             label = "; ".join(map(str, recipe))
             try:
                 for result in run_steps(

@@ -70,15 +70,15 @@ def measure(seconds: float) -> Iterator[Row]:
     import numpy as np
 
     from jaxllm import models
-    from jaxllm.compress.methods.magnitude import prune_magnitude
     from jaxllm.config.model import Rope
     from jaxllm.models.llama import LlamaConfig
     from jaxllm.ops import native
+    from jaxllm.research.pruning.magnitude import prune_magnitude
+    from jaxllm.research.pruning.sparsity import parse as parse_sparsity
     from jaxllm.steps import run_model
     from jaxllm.weights.formats import as_format, as_weight, parse_format
     from jaxllm.weights.paths import map_leaves
     from jaxllm.weights.precision import Precision
-    from jaxllm.weights.sparsity import parse as parse_sparsity
     from jaxllm.weights.types.base import WeightBase
 
     assert native.is_enabled() and jax.default_backend() == "cpu"

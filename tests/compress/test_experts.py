@@ -15,7 +15,7 @@ from jaxllm.compress.methods.layer_pruning import cut_layers
 from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import check_recipe, parse_lines
-from jaxllm.compress.registry import STEPS
+from jaxllm.compress.registry import find_steps
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
@@ -59,10 +59,10 @@ def test_unsupported_methods_refuse_experts(lm: LM, line: str) -> None:
     """Methods that use statistics over all tokens refuse expert matrices; restricted to attention
     they pass.
     """
-    recipe = parse_lines([line], STEPS)
+    recipe = parse_lines([line], find_steps())
     with pytest.raises(ConfigError, match=r"not support experts, .*mlp\.experts\.\w+_proj"):
         check_recipe(recipe, lm.config, has_calibration=True)
-    narrowed = parse_lines([rf"{line} on=.*self_attn.*"], STEPS)
+    narrowed = parse_lines([rf"{line} on=.*self_attn.*"], find_steps())
     check_recipe(narrowed, lm.config, has_calibration=True)
 
 
@@ -191,7 +191,7 @@ def test_expert_pruning_reaches_requested_sparsity(mixed: LM, line: str) -> None
 
 
 def test_act_order_without_static_groups_refuses_experts(lm: LM) -> None:
-    recipe = parse_lines(["quantize: gptq int4 static_groups=false"], STEPS)
+    recipe = parse_lines(["quantize: gptq int4 static_groups=false"], find_steps())
     with pytest.raises(ConfigError, match="belongs to experts: act_order requires static_groups"):
         check_recipe(recipe, lm.config, has_calibration=True)
 

@@ -14,7 +14,6 @@ from jaxllm.compress.methods import rtn
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import (
     FORMAT,
-    PATTERN,
     Fraction,
     ModelState,
     Options,
@@ -28,6 +27,7 @@ from jaxllm.compress.recipe import (
 )
 from jaxllm.compress.registry import STEPS, find_steps
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.research.pruning.sparsity import PATTERN
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, match_precision

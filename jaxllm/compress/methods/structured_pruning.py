@@ -17,11 +17,17 @@ from jaxllm import models
 from jaxllm.compress.layerwise import replace_leaves
 from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Groups, group_count, group_slices
 from jaxllm.compress.methods.salience import Salience, keep_most_salient, measure_salience
-from jaxllm.compress.recipe import Argument, ModelState, Options, StepContext, StepSpec
+from jaxllm.compress.recipe import (
+    Argument,
+    ModelState,
+    Options,
+    StepContext,
+    StepSpec,
+    parse_share,
+)
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params
-from jaxllm.weights.sparsity import parse_share
 
 SmallerModel = tuple[ModelConfig, Params]
 

@@ -100,6 +100,8 @@ def as_weight(weight: jax.Array | WeightBase) -> WeightBase:
 class FloatFormat(Format):
     """A floating-point format."""
 
+    sliceable_axes = (0, 1)
+
     dtype: str
 
     @property

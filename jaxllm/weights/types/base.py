@@ -180,11 +180,13 @@ class Format:
     Attributes:
         is_data_dependent: Whether the sizes of its arrays depend on the weight's values, so that
             shards are quantized anew.
+        sliceable_axes: The axes, 0 rows and 1 columns, along which slicing and quantizing commute.
         dense_format: For a format that leaves out zeros, the format of the same weight with them.
         speed_warning: What to log before a weight is stored that this machine decodes slowly.
     """
 
     is_data_dependent = False
+    sliceable_axes: ClassVar[tuple[int, ...]] = (0,)
     dense_format: ClassVar[str | None] = None
     speed_warning: ClassVar[str | None] = None
 

@@ -170,6 +170,8 @@ class Nf4Weight(WeightBase, struct.PyTreeNode):
 class NF4Format(Format):
     """The format of `Nf4Weight`."""
 
+    sliceable_axes = ()  # blocks may span rows
+
     double_quant: bool = True  # whether the absmax have 8 bits, or else 32
 
     @property

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.compress.methods.magnitude import prune_magnitude
 from jaxllm.errors import ConfigError
+from jaxllm.research.pruning.magnitude import prune_magnitude
+from jaxllm.research.pruning.sparsity import Sparsity
 from jaxllm.research.sparse.weight import to_sparse
 from jaxllm.train.constraints import KeepZeros
 from jaxllm.train.partition import partition
 from jaxllm.weights.linear import linear
 from jaxllm.weights.quantize import quantize
-from jaxllm.weights.sparsity import Sparsity
 from tests.train.test_constraints import (
     WEIGHT,
     assert_saved_in_formats,

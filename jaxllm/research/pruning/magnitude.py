@@ -9,18 +9,22 @@ import numpy as np
 
 from jaxllm.compress.layerwise import match_weights
 from jaxllm.compress.recipe import (
-    PATTERN,
     ModelState,
     RuleOptions,
     Shapes,
     StepContext,
     StepSpec,
-    check_pattern,
 )
 from jaxllm.errors import ConfigError
+from jaxllm.research.pruning.sparsity import (
+    PATTERN,
+    Sparsity,
+    check_pattern,
+    parse as parse_sparsity,
+    zero_lowest,
+)
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import map_leaves
-from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
 class MagnitudeOptions(RuleOptions, frozen=True):

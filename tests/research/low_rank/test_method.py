@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.compress.methods import low_rank
-from jaxllm.compress.methods.low_rank import (
+from jaxllm.errors import ConfigError
+from jaxllm.research.low_rank import method
+from jaxllm.research.low_rank.method import (
     SVDResult,
     as_factored,
     decompose_asvd,
@@ -14,8 +15,7 @@ from jaxllm.compress.methods.low_rank import (
     decompose_svd_llm,
     split_factors,
 )
-from jaxllm.errors import ConfigError
-from jaxllm.weights.types.low_rank import LowRankWeight
+from jaxllm.research.low_rank.weight import LowRankWeight
 
 ROWS, COLUMNS, TOKENS = 24, 17, 90
 
@@ -116,16 +116,16 @@ def test_ranks_from_energy_and_share() -> None:
     """
     sigma_R = np.array([4.0, 2.0, 2.0, 1.0])  # squares 16, 4, 4, 1 of 25
     wanted = {0.1: 1, 0.64: 1, 0.65: 2, 0.8: 2, 0.81: 3, 0.96: 3, 0.97: 4, 1.0: 4}
-    assert {e: low_rank.rank_of_energy(sigma_R, e) for e in wanted} == wanted
-    assert low_rank.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
-    assert low_rank.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
-    saves = low_rank.saves_numbers  # two factors have 50 numbers for each rank, the matrix 600
+    assert {e: method.rank_of_energy(sigma_R, e) for e in wanted} == wanted
+    assert method.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
+    assert method.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
+    saves = method.saves_numbers  # two factors have 50 numbers for each rank, the matrix 600
     assert saves((30, 20), 11) and not saves((30, 20), 12)
     for wrong in (0.0, 1.0, -1, 1e-9):
         with pytest.raises(ConfigError, match=r"share|numbers"):
-            low_rank.rank_of_share((64, 256), wrong)
+            method.rank_of_share((64, 256), wrong)
     with pytest.raises(ConfigError, match="energy"):
-        low_rank.rank_of_energy(sigma_R, 1.1)
+        method.rank_of_energy(sigma_R, 1.1)
 
 
 def test_factors_have_requested_rank_and_format(weight: np.ndarray) -> None:
@@ -152,7 +152,7 @@ def test_rank_allocation_minimizes_relative_errors() -> None:
         return (truncation_error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
 
     for total in (3, 5, 7, 8):  # ranks, of 48 numbers each, at most 6 for a matrix
-        found = low_rank.allocate_ranks(sigmas, shapes, 48 * total + 7)
+        found = method.allocate_ranks(sigmas, shapes, 48 * total + 7)
         chosen = [rank for rank in found.values() if rank is not None]
         assert len(chosen) == 3 and sum(chosen) <= total
         best = min(
@@ -161,8 +161,8 @@ def test_rank_allocation_minimizes_relative_errors() -> None:
             if sum(each) <= total
         )
         np.testing.assert_allclose(sum(map(relative, found, chosen)), best, rtol=1e-12)
-    assert low_rank.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
-    some = low_rank.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
+    assert method.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
+    some = method.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
     assert list(some.values()).count(None) == 1
     with pytest.raises(ConfigError, match="1 short of rank 1"):
-        low_rank.allocate_ranks(sigmas, shapes, 143)
+        method.allocate_ranks(sigmas, shapes, 143)

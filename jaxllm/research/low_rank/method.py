@@ -39,15 +39,15 @@ from jaxllm.compress.recipe import (
     StepContext,
     StepSpec,
     match_paths,
+    parse_share,
     shapes_by_path,
 )
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.errors import ConfigError
+from jaxllm.research.low_rank.weight import LowRankFormat, LowRankWeight
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import Weight, parse_format, to_dense, weight_format
 from jaxllm.weights.paths import Params, map_leaves
-from jaxllm.weights.sparsity import parse_share
-from jaxllm.weights.types.low_rank import LowRankFormat, LowRankWeight
 
 Ranks = dict[str, int | None]  # by path; None keeps the matrix dense
 

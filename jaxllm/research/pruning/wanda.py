@@ -9,16 +9,20 @@ import numpy as np
 
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.recipe import (
-    PATTERN,
     ModelState,
     RuleOptions,
     StepContext,
     StepSpec,
-    check_pattern,
 )
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
+from jaxllm.research.pruning.sparsity import (
+    PATTERN,
+    Sparsity,
+    check_pattern,
+    parse as parse_sparsity,
+    zero_lowest,
+)
 from jaxllm.weights.formats import Weight, to_dense
-from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
 def wanda(context: StepContext[RuleOptions]) -> ModelState:

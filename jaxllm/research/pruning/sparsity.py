@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.compress.recipe import Argument, RuleOptions, Shapes, match_paths, parse_share
 from jaxllm.errors import ConfigError
 
 
@@ -41,14 +42,11 @@ def parse(text: str) -> Sparsity:
         raise ConfigError(f"sparsity must be N:M such as 2:4, or a share: {error}") from None
 
 
-def parse_share(text: str) -> float:
-    """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
-    number = text.removesuffix("%")
-    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
-        share = float(number) / (100 if text.endswith("%") else 1)
-        if 0 < share < 1:
-            return share
-    raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
+def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
+    """Raise ConfigError if the rows of a matrix cannot be split into groups of M."""
+    sparsity = parse(argument)
+    for path in match_paths(shapes, options.on, argument):
+        sparsity.check(shapes[path][-1], path)
 
 
 def lowest_mask(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:
@@ -97,3 +95,6 @@ def lowest_in_groups(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
     begin_NM = jnp.zeros(score_NM.shape, jnp.uint8)
     rank_NM = jax.lax.fori_loop(0, score_NM.shape[1], count_lower, begin_NM)
     return rank_NM < jnp.asarray(count, jnp.uint8)
+
+
+PATTERN = Argument("N:M|SHARE%", parse)  # of a line of a recipe

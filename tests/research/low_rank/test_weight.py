@@ -12,11 +12,11 @@ import pytest
 import jaxllm
 from jaxllm.checkpoints.native import load_params, open_native
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.research.low_rank.weight import LowRankWeight
 from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.safetensors import open_tensors, write_tensors
-from jaxllm.weights.types.low_rank import LowRankWeight
 from tests.tiny_models import assert_close, random_model, tokens
 from tests.weights.products import plain_product
 

@@ -10,11 +10,11 @@ import pytest
 import jaxllm
 from jaxllm import Override
 from jaxllm.compress.calibration import from_tokens
-from jaxllm.compress.methods import layer_pruning, low_rank, salience
-from jaxllm.compress.methods.low_rank import rank_of_share
+from jaxllm.compress.methods import layer_pruning, salience
 from jaxllm.compress.pipeline import compress
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
+from jaxllm.research.low_rank.method import decompose_svd_llm, rank_of_share
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.compress.models import same, tiny
@@ -89,7 +89,7 @@ def test_svd_llm_beats_svd_at_equal_size(lm: LM, tmp_path: Path) -> None:
     }
     assert missed["svdllm 60%"] < min(missed["svd 60%"], missed["asvd 60%"])
     rank = rank_of_share((48, 40), 0.6)
-    spectrum = low_rank.decompose_svd_llm(weight, x_RI.T @ x_RI)
+    spectrum = decompose_svd_llm(weight, x_RI.T @ x_RI)
     exact = np.linalg.norm(spectrum.sigma_R[rank:])
     np.testing.assert_allclose(missed["svdllm 60%"], exact, rtol=1e-4)
 

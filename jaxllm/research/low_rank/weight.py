@@ -14,6 +14,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.types.arrays import as_weight
 from jaxllm.weights.types.base import ArraySpecs, Format, LinearFn, ReadBlocks, WeightBase
 
+NAMES = ("rank64/int8",)
 _SIDES = ("left", "right")
 
 
@@ -77,6 +78,8 @@ class LowRankFormat(Format):
     Integer formats store rows in whole chunks of 128 columns; in the left factor these are ranks,
     so multiples of 128 are best.
     """
+
+    sliceable_axes = ()
 
     rank: int
     inner: Format

@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.input_stats import InputStats, check_finite
-from jaxllm.compress.methods.magnitude import magnitude_threshold, prune_below, prune_magnitude
-from jaxllm.compress.methods.wanda import prune_wanda
-from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.train.constraints import gradual_sparsity
-from jaxllm.weights.sparsity import Sparsity, lowest_mask, parse
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.errors import ConfigError
+from jaxllm.research.pruning.magnitude import magnitude_threshold, prune_below, prune_magnitude
+from jaxllm.research.pruning.sparsity import Sparsity, lowest_mask, parse
+from jaxllm.research.pruning.wanda import prune_wanda
 
 
 @pytest.mark.parametrize(
@@ -81,24 +80,3 @@ def test_global_magnitude_threshold_is_exact() -> None:
         assert bound == every[int(len(every) * fraction)]
         gone = sum(int((np.asarray(prune_below(w, bound)) == 0).sum()) for w in some)
         assert gone == (every < bound).sum()
-
-
-def test_gradual_sparsity_follows_cubic_schedule() -> None:
-    """Zhu and Gupta 2017 (arXiv 1710.01878), equation 1."""
-    at = [
-        gradual_sparsity(t, begin=10, end=110, first=0.2, last=0.8) for t in (0, 10, 60, 110, 500)
-    ]
-    assert at == pytest.approx([0.2, 0.2, 0.8 - 0.6 * 0.125, 0.8, 0.8])
-    with pytest.raises(ConfigError, match="before it ends"):
-        gradual_sparsity(0, begin=5, end=5, first=0.0, last=0.5)
-
-
-def test_input_stats_accumulate_over_batches() -> None:
-    rng = np.random.default_rng(3)
-    x_RI = rng.standard_normal((60, 5)).astype(np.float32)
-    found = InputStats.empty(5).add(jnp.asarray(x_RI[:13])).add(jnp.asarray(x_RI[13:]))
-    np.testing.assert_allclose(found.gram_II, x_RI.T @ x_RI, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found.mean_abs_I, np.abs(x_RI).mean(0), rtol=1e-5)
-    np.testing.assert_array_equal(found.peak_I, np.abs(x_RI).max(0))
-    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp: inputs of 1 of 5 channels"):
-        check_finite(found.add(jnp.asarray([[np.nan, 0, 0, 0, 0]], jnp.float32)), "layers.1.mlp")

@@ -1,0 +1,5 @@
+"""Pruning: weights that become zero, and parts of a model that are left out.
+
+sparsity: shares and N:M patterns of zeros, and their masks. magnitude, wanda, sparsegpt: steps of
+recipes. gradual: zeros that become more in training.
+"""
