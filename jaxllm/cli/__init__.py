@@ -101,11 +101,8 @@ def _apply_global_options(
         if processes is not None or process is not None:
             raise ConfigError("--processes and --process require --distributed HOST:PORT")
         return
-    name = context.invoked_subcommand
-    group = (name, context.obj or (), address, processes, process)
-    module = import_command(name) if name in further_commands() else None
-    runs_together = getattr(module, "DISTRIBUTED", False)
-    if (status := distributed.enter_group(*group, runs_together=runs_together)) is not None:
+    group = (context.invoked_subcommand, context.obj or (), address, processes, process)
+    if (status := distributed.enter_group(*group)) is not None:
         raise typer.Exit(status)
 
 

@@ -9,11 +9,13 @@ import typer
 
 from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost, signals, supervisor
+from jaxllm.runtime.plugins import find_plugins
 
-# Commands whose model can be on a mesh, and whose result all processes compute together.
+# Commands whose model can be on a mesh, and whose result all processes compute together. Of other
+# packages those with DISTRIBUTED = True in their module.
 COMMANDS = (
     "generate", "chat", "embed", "classify", "perplexity", "sensitivity", "verify",
-    "vectors", "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
+    "vectors", "bench", "train full", "train lora", "train prompt", "train qat",
 )  # fmt: skip
 _RUN_ONCE = "runs in a single process: leave out --distributed"
 # Why other commands run in one process, and what to do.
@@ -51,19 +53,21 @@ def enter_group(
     address: str,
     process_count: int | None,
     process_index: int | None,
-    *,
-    runs_together: bool = False,
 ) -> int | None:
     """Join a group of processes and return None; or supervise a child that does, and return the
-    exit status. runs_together: whether the command is one for several processes, besides COMMANDS.
+    exit status.
 
     Raises ConfigError for an invalid group, for a command of one process, and if the processes have
     different versions, environments or commands.
     """
     group = multihost.parse_group(address, process_count, process_index)
     given = [] if command is None else arguments[arguments.index(command) :]
-    name = " ".join(given[:2]) if command == "train" else command
-    if name not in COMMANDS and not runs_together:
+    name, plugins = command, find_plugins("commands")
+    if command == "train":
+        name, plugins = " ".join(given[:2]), find_plugins("train_commands")
+    plugin = plugins.get(str(name).removeprefix("train "))
+    together = plugin is not None and getattr(plugin.load(), "DISTRIBUTED", False)
+    if name not in COMMANDS and not together:
         why = f"; {name} {SINGLE_PROCESS[name]}" if name in SINGLE_PROCESS else ""
         raise ConfigError(f"--distributed does not support {name}, only {', '.join(COMMANDS)}{why}")
     if not signals.is_supervised():

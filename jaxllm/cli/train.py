@@ -22,17 +22,14 @@ from jaxllm.cli.train_run import (
 )
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.runtime.plugins import find_plugins
-from jaxllm.train.settings import Distillation, Reinforcement
+from jaxllm.train.settings import Reinforcement
 
 if TYPE_CHECKING:
     from jaxllm.config.model import ModelConfig
-    from jaxllm.train.data.examples import Examples
-    from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import TrainJob
 
 HELP = "Train a model: fully, with adapters, quantization-aware, from a teacher or from rewards."
 Rank = Annotated[int | None, typer.Option("--rank", "-r", min=1)]
-Positive = Annotated[int | None, typer.Option(min=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,73 +296,6 @@ def qat(
     run_training(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
-def distill(
-    model: ModelToTrain,
-    target: Out,
-    loss: Annotated[
-        dict[str, Any],
-        Flags(Distillation, "alpha", "beta", "temperature", "top_k", "on_policy", "hidden"),
-    ],
-    student: str | None = None,
-    layers: Positive = None,
-    heads: Positive = None,
-    channels: Positive = None,
-    written: Positive = None,
-    max_new_tokens: Positive = None,
-    *,
-    options: TrainOptions,
-) -> None:
-    """Distill MODEL into a smaller student. The result is a complete model.
-
-    The logged loss is the training objective: with --alpha 1 the divergence. The teacher's logits
-    or texts are saved in OUT.taught; the state in OUT.parts, during the run.
-
-    Args:
-        student: Student model [default: a part of MODEL].
-        layers: Number of MODEL's layers in the student.
-        heads: Number of MODEL's key/value heads in the student.
-        channels: Number of MODEL's channels per MLP in the student.
-        written: Sequence-level distillation: tokens of each example that the teacher continues.
-        max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what
-            fits].
-    """
-    with spinner("starting"):
-        from jaxllm.compress.student import StudentSize, check_student, make_student
-        from jaxllm.train.data.rows import select_full_rows
-        from jaxllm.train.distill import sequence_kd
-        from jaxllm.train.distill.job import distill as job_of
-
-        if written is not None:
-            loss["alpha"] = 0.0
-        asked = Distillation(**loss, new_tokens=max_new_tokens or 128)
-        part = StudentSize(layers, heads, channels)
-        if (student is None) == (part == StudentSize()):
-            raise ConfigError(
-                "the student must be either --student DIR or a part of MODEL: --layers, --heads or"
-                " --channels"
-            )
-        checked = check_run(model, target, options, 3e-4)
-        check_student(checked.checkpoint.config, part)
-        new = 0
-        if written is not None:
-            new = sequence_kd.new_token_count(checked.checkpoint.config, written, max_new_tokens)
-    teacher = load_training_model(model, options)
-    directory, seed = target.with_name(f"{target.name}.taught"), options.seed
-
-    def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
-        taught = None if student is None else load_training_model(student, options)
-        taught = taught or make_student(teacher, part, select_full_rows(data.batch(0)))
-        more: Any = {"eval_data": eval_data, "directory": directory, "seed": seed}
-        return job_of(teacher, taught, data, asked, **more)
-
-    def read_teacher_texts(path: Path) -> "Examples":
-        assert written is not None
-        return sequence_kd.complete_examples(teacher, path, written, directory, seed, new)
-
-    how = None if written is None else read_teacher_texts
-    run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
-
-
 def rl(
     model: ModelToTrain,
     target: Out,
@@ -430,14 +360,14 @@ def rl(
     run_training(lm, job, target, options, checked, title, data=prompts)
 
 
-# Command name -> function, and the example at the end of its --help.
+# Command name -> function, and the example at the end of its --help. Other packages add commands by
+# entry points of the group `jaxllm.train_commands`.
 METHODS: dict[Callable[..., None], str] = {
     full: "train full demo:llama tuned --data story.txt --lr 3e-4; on eight devices, with --mesh"
     " data=2,stage=2,tensor=2 --fsdp",
     lora: "train lora demo:llama style --data story.txt --rank 8",
     prompt: "train prompt demo:llama a.cache --data story.txt --begin 'Once upon'",
     qat: "train qat demo:llama small --data story.txt --format int3-g64",
-    distill: "train distill demo:llama student --data story.txt --layers 3",
     rl: "train rl demo:llama tuned --data prompts.jsonl --reward rewards:score",
 }
 
@@ -447,4 +377,7 @@ def make_app(listed: bool = False) -> typer.Typer:
     app = typer.Typer(help=HELP, rich_markup_mode=None, no_args_is_help=True)
     for function, example in METHODS.items():
         add_command(app, function, f"Example: jaxllm {example}", check_paths, listed)
+    for name, entry in find_plugins("train_commands").items():
+        module = entry.load()
+        add_command(app, getattr(module, name), module.EXAMPLE, check_paths, listed)
     return app

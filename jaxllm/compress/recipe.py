@@ -322,16 +322,6 @@ def parse_integer_format(name: str) -> IntFormat:
     return parsed
 
 
-def parse_share(text: str) -> float:
-    """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
-    number = text.removesuffix("%")
-    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
-        share = float(number) / (100 if text.endswith("%") else 1)
-        if 0 < share < 1:
-            return share
-    raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
-
-
 def _check_quantized(text: str) -> None:
     if parse_format(text).name in DTYPES:
         raise ConfigError(f"{text} does not quantize: use 'store: {text}'")

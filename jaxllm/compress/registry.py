@@ -7,10 +7,8 @@ from jaxllm.compress.methods import (
     awq,
     formats,
     gptq,
-    layer_pruning,
     rtn,
     smoothquant,
-    structured_pruning,
 )
 from jaxllm.compress.recipe import StepSpec
 from jaxllm.runtime.plugins import load_plugins
@@ -21,9 +19,6 @@ STEPS: tuple[StepSpec, ...] = (
     awq.STEP,
     smoothquant.STEP,
     formats.DYNAMIC_INPUTS,
-    layer_pruning.STEP,
-    structured_pruning.HEADS,
-    structured_pruning.CHANNELS,
     formats.STORE,
 )
 

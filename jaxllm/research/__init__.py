@@ -10,6 +10,7 @@ pipeline: layers in stages, and schedules of microbatches.
 sparse: weights without their zeros.
 pruning: weights that become zero, and smaller models.
 low_rank: factors of low rank instead of matrices.
+distill: students of large models, and the command `jaxllm train distill`.
 static_inputs: inputs of linears on calibrated grids, and how to find the grids.
 
 They join by entry points (`runtime.plugins`), as those of another package would.

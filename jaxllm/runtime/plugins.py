@@ -1,12 +1,12 @@
 """What packages add to this one, by entry points in groups `jaxllm.NAME`.
 
-commands: modules with a function of the entry's name and an EXAMPLE (`cli`). attention_kinds:
-classes of attention (`config.attention_kind`). compress_methods: rows of a recipe's table
-(`compress.registry`). weight_types: modules with a `parse` and NAMES
-(`weights.formats`). mesh_axes: classes of models on a mesh with that axis
-(`sharding.sharded_model`). overflow_policies: classes of policies for a full cache
-(`generation.loops.overflow`). train_objectives: functions of an argument and the model that return
-an objective (`cli.train`).
+commands: modules with a function of the entry's name and an EXAMPLE (`cli`). train_commands: the
+same for `jaxllm train` (`cli.train`). attention_kinds: classes of attention
+(`config.attention_kind`). compress_methods: rows of a recipe's table (`compress.registry`).
+weight_types: modules with a `parse` and NAMES (`weights.formats`). mesh_axes: classes of models on
+a mesh with that axis (`sharding.sharded_model`). overflow_policies: classes of policies for a full
+cache (`generation.loops.overflow`). train_objectives: functions of an argument and the model that
+return an objective (`cli.train`).
 """
 
 import functools

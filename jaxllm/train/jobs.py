@@ -1,6 +1,6 @@
 """Training jobs: each kind of training makes a `TrainJob` of a model, which one loop runs.
 
-This module has full fine-tuning and LoRA; `qat.job`, `distill.job` and `frozen_prefix` have others.
+This module has full fine-tuning and LoRA; `frozen_prefix` has others.
 """
 
 import dataclasses

@@ -23,19 +23,19 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.student import StudentSize, cut_student
 from jaxllm.lm import LM
-from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import build_examples, from_ids
-from jaxllm.train.data.rows import Data, Example
-from jaxllm.train.distill.job import (
+from jaxllm.research.distill.job import (
     Distillation,
     distill,
     eos_token_ids,
     extract_student,
 )
-from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
-from jaxllm.train.distill.sequence_kd import write_completions
+from jaxllm.research.distill.losses import DistillLossConfig, OnlineTeacherLoss
+from jaxllm.research.distill.sequence_kd import write_completions
+from jaxllm.research.distill.student import StudentSize, cut_student
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import build_examples, from_ids
+from jaxllm.train.data.rows import Data, Example
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer

@@ -11,14 +11,14 @@ import pytest
 from jaxllm import models
 from jaxllm.compress import column_solver
 from jaxllm.compress.calibration import Calibration
-from jaxllm.compress.methods.layer_pruning import cut_layers
-from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import check_recipe, parse_lines
 from jaxllm.compress.registry import find_steps
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
+from jaxllm.research.pruning.layer_pruning import cut_layers
+from jaxllm.research.pruning.structured_pruning import cut_groups, narrow_config
 from jaxllm.train.qat.job import prepare
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves

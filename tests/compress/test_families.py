@@ -14,11 +14,12 @@ from jaxllm import models
 from jaxllm.compress.calibration import from_tokens
 from jaxllm.compress.channel_scaling import can_fold, fold_scale
 from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
-from jaxllm.compress.methods import awq, structured_pruning
+from jaxllm.compress.methods import awq
 from jaxllm.compress.pipeline import compress
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.family import LinearGroup
+from jaxllm.research.pruning import structured_pruning
 from jaxllm.weights.formats import Weight, as_format, parse_format, to_dense
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.types.int_weight import IntFormat

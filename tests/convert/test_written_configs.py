@@ -9,12 +9,12 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.convert.hf import read_config, write_config, write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models import config_from_dict
+from jaxllm.research.pruning.structured_pruning import cut_groups, narrow_config
 from tests.conftest import Run
 from tests.tiny_models import (
     KINDS,

@@ -80,6 +80,14 @@ def test_single_process_command_is_refused_with_reason(run: Run, command: str, w
         assert_refused(run, message, *group, command, "x")
 
 
+@pytest.mark.parametrize("words", [["train", "distill"], ["recall"]])
+def test_commands_of_other_packages_join_groups(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "run_supervised", lambda arguments, group: 7)
+    assert distributed.enter_group(words[0], words, AT, 2, 0) == 7
+
+
 def test_difference_is_named_with_its_process() -> None:
     """The differing value is named with its process, and long values are shown from where they
     differ.

@@ -10,13 +10,13 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig
-from jaxllm.compress.student import StudentSize, make_student
 from jaxllm.lm import LM
+from jaxllm.research.distill.job import Distillation, distill
+from jaxllm.research.distill.student import StudentSize, make_student
 from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import Group, join_group
 from jaxllm.train import frozen_prefix, jobs, loop
 from jaxllm.train.data.rows import IGNORED, Rows, select_full_rows
-from jaxllm.train.distill.job import Distillation, distill
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer

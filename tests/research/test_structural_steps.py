@@ -10,11 +10,11 @@ import pytest
 import jaxllm
 from jaxllm import Override
 from jaxllm.compress.calibration import from_tokens
-from jaxllm.compress.methods import layer_pruning, salience
 from jaxllm.compress.pipeline import compress
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.research.low_rank.method import decompose_svd_llm, rank_of_share
+from jaxllm.research.pruning import layer_pruning, salience
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.compress.models import same, tiny

@@ -12,13 +12,13 @@ from jaxllm.evaluate.likelihood.divergence import _compare
 from jaxllm.evaluate.likelihood.score import _score, score
 from jaxllm.generation.embeddings import log_probs
 from jaxllm.ops.token_logprobs import log_likelihood
+from jaxllm.research.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.research.pipeline.objective import ScheduledLoss
 from jaxllm.sharding import ShardedModel
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import build_mesh, parse_mesh
 from jaxllm.train.checkpointing import StateLayout
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, combine, partition

@@ -39,12 +39,12 @@ from jaxllm.compress.recipe import (
     StepContext,
     StepSpec,
     match_paths,
-    parse_share,
     shapes_by_path,
 )
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.errors import ConfigError
 from jaxllm.research.low_rank.weight import LowRankFormat, LowRankWeight
+from jaxllm.research.pruning.sparsity import parse_share
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import Weight, parse_format, to_dense, weight_format
 from jaxllm.weights.paths import Params, map_leaves

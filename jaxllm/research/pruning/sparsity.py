@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.recipe import Argument, RuleOptions, Shapes, match_paths, parse_share
+from jaxllm.compress.recipe import Argument, RuleOptions, Shapes, match_paths
 from jaxllm.errors import ConfigError
 
 
@@ -47,6 +47,16 @@ def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
     sparsity = parse(argument)
     for path in match_paths(shapes, options.on, argument):
         sparsity.check(shapes[path][-1], path)
+
+
+def parse_share(text: str) -> float:
+    """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
+    number = text.removesuffix("%")
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
+        share = float(number) / (100 if text.endswith("%") else 1)
+        if 0 < share < 1:
+            return share
+    raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
 
 
 def lowest_mask(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:

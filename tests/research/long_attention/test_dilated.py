@@ -12,12 +12,12 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
-from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.errors import ConfigError
 from jaxllm.export.step import StepSignature, check_signature
 from jaxllm.research.long_attention import dilated
 from jaxllm.research.long_attention.dilated_attention import multiplicity
 from jaxllm.research.long_attention.settings import LongAttention
+from jaxllm.research.pruning.structured_pruning import narrow_config
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken

@@ -13,7 +13,6 @@ import jaxllm
 from jaxllm import models
 from jaxllm.cache import compact, patch, rewind, shift
 from jaxllm.cache.operations import keep_slots
-from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.export.step import StepSignature, input_shapes, make_step
 from jaxllm.generation.loops.overflow import HeavyHitters
@@ -24,6 +23,7 @@ from jaxllm.research.long_attention.segments import (
     prefill_in_segments,
 )
 from jaxllm.research.long_attention.settings import LongAttention
+from jaxllm.research.pruning.structured_pruning import narrow_config
 from jaxllm.weights.precision import Precision, cast
 from tests.cache.caches import close, peek
 from tests.tiny_models import random_model, tokens

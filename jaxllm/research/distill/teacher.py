@@ -23,11 +23,11 @@ import numpy as np
 from jaxllm.cache.files import fingerprint
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.research.distill.losses import DistillRows, TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.runtime.multihost import all_gather_objects, broadcast_from_zero, to_host
 from jaxllm.runtime.progress import status_bar
 from jaxllm.runtime.schema import as_schema
 from jaxllm.train.data.rows import IGNORED, Data, Rows
-from jaxllm.train.distill.losses import DistillRows, TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params

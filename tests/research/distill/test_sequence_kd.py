@@ -14,9 +14,9 @@ import pytest
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.generation.completion import Completion
+from jaxllm.research.distill import sequence_kd
+from jaxllm.research.distill.job import common_vocab_size
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.distill import sequence_kd
-from jaxllm.train.distill.job import common_vocab_size
 
 
 class Writer:

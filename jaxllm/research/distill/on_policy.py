@@ -14,9 +14,9 @@ import numpy as np
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.sampling.truncation import Temperature
+from jaxllm.research.distill.losses import remove_projections
 from jaxllm.runtime.multihost import to_host
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill.losses import remove_projections
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

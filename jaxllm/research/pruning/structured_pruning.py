@@ -15,18 +15,18 @@ import numpy as np
 
 from jaxllm import models
 from jaxllm.compress.layerwise import replace_leaves
-from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Groups, group_count, group_slices
-from jaxllm.compress.methods.salience import Salience, keep_most_salient, measure_salience
 from jaxllm.compress.recipe import (
     Argument,
     ModelState,
     Options,
     StepContext,
     StepSpec,
-    parse_share,
 )
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.research.pruning.parameter_groups import GROUP_KINDS, Groups, group_count, group_slices
+from jaxllm.research.pruning.salience import Salience, keep_most_salient, measure_salience
+from jaxllm.research.pruning.sparsity import parse_share
 from jaxllm.weights.paths import Params
 
 SmallerModel = tuple[ModelConfig, Params]

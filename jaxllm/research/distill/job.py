@@ -10,10 +10,7 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
-from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
-from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.data.rows import Data
-from jaxllm.train.distill.losses import (
+from jaxllm.research.distill.losses import (
     PARAMS_KEY,
     DistillLossConfig,
     HiddenLossConfig,
@@ -23,11 +20,14 @@ from jaxllm.train.distill.losses import (
     remove_projections,
     with_projections,
 )
-from jaxllm.train.distill.on_policy import OnPolicySampler
-from jaxllm.train.distill.teacher import RecordedTeacher, record_teacher
+from jaxllm.research.distill.on_policy import OnPolicySampler
+from jaxllm.research.distill.settings import Distillation
+from jaxllm.research.distill.teacher import RecordedTeacher, record_teacher
+from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.train.data.rows import Data
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken
-from jaxllm.train.settings import Distillation
 from jaxllm.weights.paths import Params
 
 _MAX_SHOWN = 3

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.research.distill import teacher
+from jaxllm.research.distill.teacher import RecordedTeacher, record_teacher
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill import teacher
-from jaxllm.train.distill.teacher import RecordedTeacher, record_teacher
+from tests.research.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 from tests.tiny_models import VOCAB
-from tests.train.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 
 MODEL, PARAMS = pairs(0, 0.7)
 

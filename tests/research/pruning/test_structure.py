@@ -15,11 +15,11 @@ import transformers
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.methods import layer_pruning, salience, structured_pruning
-from jaxllm.compress.methods.parameter_groups import Groups, group_slices
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
+from jaxllm.research.pruning import layer_pruning, salience, structured_pruning
+from jaxllm.research.pruning.parameter_groups import Groups, group_slices
 from jaxllm.weights.paths import map_leaves
 from tests.tiny_models import (
     Twin,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress import student
-from jaxllm.compress.student import StudentSize
 from jaxllm.errors import ConfigError
+from jaxllm.research.distill import student
+from jaxllm.research.distill.student import StudentSize
 from tests.compress.models import tiny
 
 

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress.student import StudentSize, cut_student
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
-from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import from_ids
-from jaxllm.train.distill.job import Distillation, distill, extract_student
-from jaxllm.train.distill.losses import (
+from jaxllm.research.distill.job import Distillation, distill, extract_student
+from jaxllm.research.distill.losses import (
     PARAMS_KEY,
     DistillLossConfig,
     DistillRows,
@@ -23,7 +20,10 @@ from jaxllm.train.distill.losses import (
     OnlineTeacherLoss,
     RecordedTeacherLoss,
 )
-from jaxllm.train.distill.on_policy import OnPolicySampler
+from jaxllm.research.distill.on_policy import OnPolicySampler
+from jaxllm.research.distill.student import StudentSize, cut_student
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_ids
 from jaxllm.train.objective import NextToken
 from tests.compress.models import tiny
 

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.research.distill.losses import DistillLossConfig, HiddenLossConfig, OnlineTeacherLoss
+from jaxllm.research.distill.on_policy import OnPolicySampler, prompt_lengths
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill.losses import DistillLossConfig, HiddenLossConfig, OnlineTeacherLoss
-from jaxllm.train.distill.on_policy import OnPolicySampler, prompt_lengths
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Metrics, Setup, TrainState, init_state, train_step
+from tests.research.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 from tests.tiny_models import VOCAB, random_model
-from tests.train.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 
 ROWS, WIDTH, STEPS = 8, 8, 60
 MODEL, TEACHER = random_model("llama", num_hidden_layers=1, spread=0.3)

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.methods.parameter_groups import Groups, group_count, group_slices
 from jaxllm.errors import NonFiniteError
 from jaxllm.evaluate.likelihood.score import logits
 from jaxllm.models.layers import Trace
 from jaxllm.ops.token_logprobs import log_likelihood
+from jaxllm.research.pruning.parameter_groups import Groups, group_count, group_slices
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.steps import run_model
 from jaxllm.weights.model import Model

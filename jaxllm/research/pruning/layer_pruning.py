@@ -17,16 +17,16 @@ import msgspec
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.methods.salience import trace
-from jaxllm.compress.methods.structured_pruning import (
+from jaxllm.compress.recipe import ModelState, Options, StepContext, StepSpec
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.research.pruning.salience import trace
+from jaxllm.research.pruning.structured_pruning import (
     AMOUNT,
     SmallerModel,
     count_removed,
     parse_amount,
 )
-from jaxllm.compress.recipe import ModelState, Options, StepContext, StepSpec
-from jaxllm.config.model import ModelConfig
-from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

@@ -12,22 +12,22 @@ import numpy as np
 
 from jaxllm import models
 from jaxllm.cache.files import fingerprint
-from jaxllm.compress.methods.layer_pruning import (
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.lm import LM, shard_like, to_one_device
+from jaxllm.research.pruning.layer_pruning import (
     block_influence,
     cut_layers,
     keep_most_influential,
 )
-from jaxllm.compress.methods.parameter_groups import Groups, group_count
-from jaxllm.compress.methods.salience import (
+from jaxllm.research.pruning.parameter_groups import Groups, group_count
+from jaxllm.research.pruning.salience import (
     SALIENCES,
     Salience,
     keep_most_salient,
     measure_salience,
 )
-from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
-from jaxllm.config.model import ModelConfig
-from jaxllm.errors import ConfigError
-from jaxllm.lm import LM, shard_like, to_one_device
+from jaxllm.research.pruning.structured_pruning import cut_groups, narrow_config
 from jaxllm.runtime.multihost import check_processes_agree, is_multiprocess
 
 MAX_ROWS = 8  # of the data, to choose layers, heads and channels
@@ -43,7 +43,7 @@ class StudentSize:
         layers, heads, channels: how many layers, key/value heads (with their query heads) and MLP
             channels to keep; None for all.
         layer_choice: how to choose layers.
-        importance: salience of heads and channels (`compress.methods.salience`).
+        importance: salience of heads and channels (`research.pruning.salience`).
     """
 
     layers: int | None = None

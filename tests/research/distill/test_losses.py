@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxllm.errors import ConfigError
-from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.distill.losses import (
+from jaxllm.research.distill.losses import (
     PARAMS_KEY,
     DistillLossConfig,
     DistillRows,
@@ -32,8 +31,9 @@ from jaxllm.train.distill.losses import (
     topk_logprobs,
     with_projections,
 )
+from jaxllm.train.data.rows import IGNORED
+from tests.research.distill.bigram_model import compute_logits, pairs, rows_of
 from tests.tiny_models import VOCAB
-from tests.train.distill.bigram_model import compute_logits, pairs, rows_of
 
 B, T, V = 2, 5, 23
 BETAS = [0.0, 0.3, 1.0]
