@@ -17,8 +17,8 @@ import jaxllm
 from jaxllm import steps
 from jaxllm.errors import SamplingError, TokenError
 from jaxllm.generation.loops import generate as loops
+from jaxllm.research.rl.job import Reinforcement, make_answer_sampler
 from jaxllm.text.detokenizer import Detokenizer
-from jaxllm.train.rl.job import Reinforcement, make_answer_sampler
 
 TOKENS, ROWS = 1536, 1600
 

@@ -22,7 +22,6 @@ _RUN_ONCE = "runs in a single process: leave out --distributed"
 SINGLE_PROCESS = {
     "batch": "runs in one process: use --ray ADDRESS for many machines",
     "compress": "processes whole layers on one device: leave out --distributed",
-    "train rl": "samples and trains on one device: leave out --distributed",
     "serve": "runs its model in one process: start several, or Ray Serve with replicas=N",
     "export": "writes programs for one device: leave out --distributed",
     **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "lens", "steer"), _RUN_ONCE),

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.adapters.lora_config import LoraConfig
-from jaxllm.cli.console import log, spinner
+from jaxllm.cli.console import spinner
 from jaxllm.cli.fields import Flags, add_command
-from jaxllm.cli.options import Out, V, check_paths, read_extra_options
+from jaxllm.cli.options import Out, V, check_paths
 from jaxllm.cli.train_run import (
     ModelToTrain,
-    RewardOptions,
     TrainOptions,
     check_run,
     load_training_model,
@@ -22,14 +21,12 @@ from jaxllm.cli.train_run import (
 )
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.runtime.plugins import find_plugins
-from jaxllm.train.settings import Reinforcement
 
 if TYPE_CHECKING:
     from jaxllm.config.model import ModelConfig
     from jaxllm.train.jobs import TrainJob
 
 HELP = "Train a model: fully, with adapters, quantization-aware, from a teacher or from rewards."
-Rank = Annotated[int | None, typer.Option("--rank", "-r", min=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,70 +293,6 @@ def qat(
     run_training(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
-def rl(
-    model: ModelToTrain,
-    target: Out,
-    loss: Annotated[
-        dict[str, Any],
-        Flags(
-            Reinforcement,
-            "loss",
-            "group_size",
-            "clip_low",
-            "clip_high",
-            "beta",
-            max_new_tokens="--max-new-tokens -n",
-        ),
-    ],
-    reward: str | None = None,
-    scored: bool = False,
-    num_iterations: Annotated[int, typer.Option(min=1)] = 1,
-    temperature: float = 1.0,
-    more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None,
-    rank: Rank = None,
-    *,
-    options: RewardOptions,
-) -> None:
-    """Train on rewards: the model answers prompts, and better answers become likelier.
-
-    The result is a complete model, or with --rank a PEFT directory. The state is saved in OUT.parts
-    during the run.
-
-    Args:
-        reward: Python function MODULE:FUNCTION of (prompt, answer, line of the file), a number.
-        scored: The data have answers with rewards: lines with "prompt", "completion" and "reward".
-        num_iterations: Optimizer steps on the same answers.
-        temperature: Sampling temperature.
-        more: Another sampling option or grammar, as for generate: -o top_p=0.95 -o regex=...
-        rank: LoRA rank, to train an adapter instead of all weights.
-    """
-    with spinner("starting"):
-        from jaxllm.models.invariance import has_invariant_rows
-        from jaxllm.train import jobs
-        from jaxllm.train.rl.job import reinforce
-        from jaxllm.train.rl.prompts import Prompts, load_reward, read_prompts, read_scored
-
-        if (reward is None) != scored:
-            raise ConfigError("the reward must be either --reward MODULE:FUNCTION or --scored")
-        sampling = {"temperature": temperature, **read_extra_options(more)}
-        asked = Reinforcement(**loss, sampling=sampling)
-        lr, result = (1e-5, "config.json") if rank is None else (1e-4, "adapter_config.json")
-        checked = check_run(model, target, options, lr, result, num_iterations=num_iterations)
-        function = None if reward is None else load_reward(reward)
-    lm = load_training_model(model, options, "float32" if rank is None else None)
-    read = read_scored if scored else read_prompts
-    prompts = Prompts(read(options.data, lm), options.batch_size, options.seed)
-    if rank is None:
-        base = jobs.full_finetune(lm, options.dtype)
-    else:
-        base = jobs.lora(lm, LoraConfig(r=rank, lora_alpha=2.0 * rank), seed=options.seed)
-    job = reinforce(base, prompts, function, asked, reward or "")
-    if not has_invariant_rows(job.lm.model, job.params):
-        log("sampling and training may round differently here: the first ratios are near 1")
-    title = f"{model} from the rewards of {reward or options.data.name}"
-    run_training(lm, job, target, options, checked, title, data=prompts)
-
-
 # Command name -> function, and the example at the end of its --help. Other packages add commands by
 # entry points of the group `jaxllm.train_commands`.
 METHODS: dict[Callable[..., None], str] = {
@@ -368,7 +301,6 @@ METHODS: dict[Callable[..., None], str] = {
     lora: "train lora demo:llama style --data story.txt --rank 8",
     prompt: "train prompt demo:llama a.cache --data story.txt --begin 'Once upon'",
     qat: "train qat demo:llama small --data story.txt --format int3-g64",
-    rl: "train rl demo:llama tuned --data prompts.jsonl --reward rewards:score",
 }
 
 

@@ -38,7 +38,7 @@ class RunOptions:
         steps: Number of optimizer steps [default: by --epochs].
         epochs: Number of epochs.
         batch_size: Prompts per batch.
-        lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4, rl 1e-5].
+        lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3].
         max_grad_norm: Maximum gradient norm; 0 for no limit.
         eval_steps: Steps between two lines of the log [default: a tenth of all].
         sample: Prompt to continue after each evaluation.
@@ -79,7 +79,11 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardOptions(RunOptions):
-    """The flags of training on rewards: no evaluation data, one document per row, one device."""
+    """The flags of training on rewards: no evaluation data, one document per row, one device.
+
+    Attributes:
+        lr: Peak learning rate [default: 1e-5; with --rank 1e-4].
+    """
 
     eval_data = length = mesh = None
     eval_split, fsdp = 0.0, False

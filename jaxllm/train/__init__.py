@@ -7,7 +7,7 @@ resuming. checkpointing: training checkpoints, for any mesh. constraints: zeros 
 jobs: kinds of training. frozen_prefix: training after a frozen prefix, and prompt tuning.
 moe_losses: losses of mixtures of experts; upcycle: a mixture of experts from a dense model.
 plots: a plot of the losses. data: texts as rows of tokens.
-qat: quantization-aware training. rl: reinforcement learning.
+qat: quantization-aware training.
 
 Inference imports none of these modules.
 """

@@ -4,19 +4,16 @@ This module does not import JAX.
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from jaxllm.errors import SamplingError
 from jaxllm.files import compile_pattern
 from jaxllm.runtime.schema import check_fields
 
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]  # steps are counted in int32
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Rate = Annotated[float, Meta(ge=0, lt=1e38)]
-Positive = Annotated[float, Meta(gt=0, lt=1e9)]
-Weight = Annotated[float, Meta(ge=0, lt=1e9)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Seed = Annotated[int, Meta(ge=0, lt=1 << 32)]  # as JAX's keys take
 
@@ -88,43 +85,3 @@ class OptimizerSettings:
         object.__setattr__(self, "rates", tuple(map(tuple, self.rates)))
         for regex, _ in self.rates:
             compile_pattern(regex, "rates")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reinforcement:
-    """Options of reinforcement learning.
-
-    Attributes:
-        loss: Form of the loss.
-        group_size: Answers per prompt, which are compared with each other; a file of scored answers
-            has its own number.
-        max_new_tokens: Maximum number of tokens of an answer.
-        sampling: Options of `generate` that determine the distribution to sample from, by name
-            [default: the model's own, whatever the checkpoint's generation_config.json has].
-        clip_low: Limit of the probability ratio: 1 - X.
-        clip_high: Limit of the probability ratio: 1 + X [default: 0.2; dapo 0.28].
-        beta: Weight of the divergence from the model before training.
-
-    Raises ConfigError for values out of bounds, SamplingError for other options in `sampling`.
-    """
-
-    loss: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
-    group_size: Annotated[int, Meta(ge=2)] = 8
-    max_new_tokens: Annotated[int, Meta(ge=1)] = 64
-    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    clip_high: Positive | None = None
-    beta: Weight = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.sampling:
-            return
-        from jaxllm.train.rl.job import SAMPLING  # with JAX
-
-        if unknown := sorted(self.sampling.keys() - SAMPLING):
-            raise SamplingError(
-                f"{unknown[0]} is no option of answers to train on: give processors and grammars"
-            )
-        if self.sampling.get("temperature", 1.0) == 0:
-            raise SamplingError("the temperature must be above 0: equal answers teach nothing")

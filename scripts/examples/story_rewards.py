@@ -19,14 +19,14 @@ from typing import Any
 import jaxllm
 from jaxllm.cli import run_command
 from jaxllm.files.plots import save_figure
+from jaxllm.research.rl.job import Reinforcement, reinforce
+from jaxllm.research.rl.losses import FORMS
+from jaxllm.research.rl.prompts import Prompt, Prompts
 from jaxllm.runtime import signals
 from jaxllm.train import jobs
 from jaxllm.train.loop import StepRecord, TrainPlan
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.plots import moving_mean
-from jaxllm.train.rl.job import Reinforcement, reinforce
-from jaxllm.train.rl.losses import FORMS
-from jaxllm.train.rl.prompts import Prompt, Prompts
 
 EXAMPLE = "Example: python scripts/examples/story_rewards.py --steps 100 --plot rl.png"
 COLORS = {"red", "blue", "green", "yellow", "purple", "orange", "silver", "golden", "white", "pink"}

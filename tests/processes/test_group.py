@@ -72,12 +72,13 @@ def test_every_command_is_distributed_or_single_process() -> None:
         ("compress", "on one device"),
         ("convert", ""),
         ("info", "runs no model"),
+        ("train rl", ""),
     ],
 )
 def test_single_process_command_is_refused_with_reason(run: Run, command: str, words: str) -> None:
     group = "--distributed", AT, "--processes", 2, "--process", 0
     for message in (words, f"--distributed does not support {command}, "):
-        assert_refused(run, message, *group, command, "x")
+        assert_refused(run, message, *group, *command.split(), "x")
 
 
 @pytest.mark.parametrize("words", [["train", "distill"], ["recall"]])

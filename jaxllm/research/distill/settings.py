@@ -7,7 +7,10 @@ from msgspec import Meta
 
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.schema import field_errors
-from jaxllm.train.settings import Fraction, Positive, Weight
+from jaxllm.train.settings import Fraction
+
+Positive = Annotated[float, Meta(gt=0, lt=1e9)]
+Weight = Annotated[float, Meta(ge=0, lt=1e9)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,10 @@ from jaxllm.lm import LM
 from jaxllm.models import FAMILIES
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.ops import native
-from jaxllm.train import jobs, loop
-from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.jobs import TrainJob
-from jaxllm.train.loop import TrainPlan, TrainResult
-from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.rl.answers import AnswerSampler
-from jaxllm.train.rl.job import Reinforcement, reinforce
-from jaxllm.train.rl.losses import AnswerRows, answer_logprobs
-from jaxllm.train.rl.prompts import (
+from jaxllm.research.rl.answers import AnswerSampler
+from jaxllm.research.rl.job import Reinforcement, reinforce
+from jaxllm.research.rl.losses import AnswerRows, answer_logprobs
+from jaxllm.research.rl.prompts import (
     Prompt,
     Prompts,
     load_reward,
@@ -38,6 +33,11 @@ from jaxllm.train.rl.prompts import (
     read_scored,
     score_answer,
 )
+from jaxllm.train import jobs, loop
+from jaxllm.train.data.rows import IGNORED
+from jaxllm.train.jobs import TrainJob
+from jaxllm.train.loop import TrainPlan, TrainResult
+from jaxllm.train.optimizer import Optimizer
 from jaxllm.weights.paths import flatten
 from tests.tiny_models import INVARIANT, RECURRENT, load_twin, marks_of, save_random
 

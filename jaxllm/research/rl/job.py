@@ -9,11 +9,11 @@ from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.grammar.grammar import KINDS
 from jaxllm.lm import LM
 from jaxllm.models.invariance import make_invariant
+from jaxllm.research.rl.answers import AnswerSampler
+from jaxllm.research.rl.losses import FORMS, PolicyLoss
+from jaxllm.research.rl.prompts import Prompts, Reward
+from jaxllm.research.rl.settings import Reinforcement
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.rl.answers import AnswerSampler
-from jaxllm.train.rl.losses import FORMS, PolicyLoss
-from jaxllm.train.rl.prompts import Prompts, Reward
-from jaxllm.train.settings import Reinforcement
 
 # Sampling options of an answer; XTC draws random numbers, which the training pass does not have.
 SAMPLING = {*PROCESSORS, *KINDS} - {"xtc_probability", "xtc_threshold"}

@@ -2,5 +2,5 @@
 policy gradient trains on them.
 
 prompts: prompts, scored answers, reward functions. losses: advantages, and the objective. answers:
-the rows of a step. job: the options, and the training job.
+the rows of a step. settings: the options. job: the training job. command: `jaxllm train rl`.
 """

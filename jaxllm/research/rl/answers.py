@@ -16,11 +16,11 @@ from jaxllm.errors import NonFiniteError
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+from jaxllm.research.rl.losses import AnswerRows, answer_logprobs, group_advantages, token_weights
+from jaxllm.research.rl.prompts import Prompt, PromptRows, Reward, score_answer
 from jaxllm.text.detokenizer import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Rows, blank_rows
-from jaxllm.train.rl.losses import AnswerRows, answer_logprobs, group_advantages, token_weights
-from jaxllm.train.rl.prompts import Prompt, PromptRows, Reward, score_answer
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from jaxllm.train.data.rows import blank_rows
-from jaxllm.train.rl.losses import (
+from jaxllm.research.rl.losses import (
     FORMS,
     AnswerRows,
     PolicyLoss,
     group_advantages,
     token_weights,
 )
+from jaxllm.train.data.rows import blank_rows
 
 PROMPTS, GROUP, WIDTH = 3, 5, 7
 LOW, HIGH = 0.2, 0.28
