@@ -1,8 +1,8 @@
 """The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
 Subcommands: generate, chat, serve, batch, embed, classify; convert, quantize, merge, compress,
-upcycle, export; info, bench, doctor; verify, vectors, perplexity, sensitivity; lens, steer;
-train (one command per training method); and the entry points of the group `jaxllm.commands`.
+export; info, bench, doctor; verify, vectors, perplexity, sensitivity; lens, steer; train (one
+command per training method); and the entry points of the group `jaxllm.commands`.
 Shared: fields (flags from annotations), usage (errors of usage), options (single flags),
 option_groups (sampling, loading), eval_data (evaluation text), train_run (flags and run of every
 training command), console (stdin, stdout, stderr), terminal and conversation (input and state of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "generate", "batch", "chat", "serve", "info", "doctor", "perplexity", "sensitivity",
     "verify", "vectors", "embed", "classify", "lens", "steer", "export", "bench",
-    "convert", "quantize", "merge", "compress", "upcycle",
+    "convert", "quantize", "merge", "compress",
 )  # fmt: skip
 TRAIN = "train"
 

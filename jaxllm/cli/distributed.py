@@ -15,7 +15,7 @@ from jaxllm.runtime.plugins import find_plugins
 # packages those with DISTRIBUTED = True in their module.
 COMMANDS = (
     "generate", "chat", "embed", "classify", "perplexity", "sensitivity", "verify",
-    "vectors", "bench", "train full", "train lora", "train prompt", "train qat",
+    "vectors", "bench", "train full", "train lora", "train prompt",
 )  # fmt: skip
 _RUN_ONCE = "runs in a single process: leave out --distributed"
 # Why other commands run in one process, and what to do.
@@ -24,7 +24,7 @@ SINGLE_PROCESS = {
     "compress": "processes whole layers on one device: leave out --distributed",
     "serve": "runs its model in one process: start several, or Ray Serve with replicas=N",
     "export": "writes programs for one device: leave out --distributed",
-    **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "lens", "steer"), _RUN_ONCE),
+    **dict.fromkeys(("convert", "quantize", "merge", "lens", "steer"), _RUN_ONCE),
     **dict.fromkeys(("info", "doctor"), "runs no model: leave out --distributed"),
 }
 

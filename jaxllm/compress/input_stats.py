@@ -42,11 +42,6 @@ class InputStats(struct.PyTreeNode):
         )
 
     @property
-    def norm_I(self) -> jax.Array:
-        """L2 norm of each channel over all tokens."""
-        return jnp.sqrt(jnp.diagonal(self.gram_II))
-
-    @property
     def mean_abs_I(self) -> jax.Array:
         return self.abs_I / self.count
 

@@ -12,6 +12,8 @@ pruning: weights that become zero, and smaller models.
 low_rank: factors of low rank instead of matrices.
 distill: students of large models, and the command `jaxllm train distill`.
 rl: reinforcement learning, and the command `jaxllm train rl`.
+qat: quantization-aware training, and the command `jaxllm train qat`.
+upcycle: a mixture of experts from a dense model, and the command `jaxllm upcycle`.
 static_inputs: inputs of linears on calibrated grids, and how to find the grids.
 
 They join by entry points (`runtime.plugins`), as those of another package would.

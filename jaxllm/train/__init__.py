@@ -5,9 +5,8 @@ partition: partition of the parameters into trained and frozen ones. objective: 
 optimizer: learning rate, clipping, weight decay. step: the compiled step. loop: steps, evaluations,
 resuming. checkpointing: training checkpoints, for any mesh. constraints: zeros that stay zero.
 jobs: kinds of training. frozen_prefix: training after a frozen prefix, and prompt tuning.
-moe_losses: losses of mixtures of experts; upcycle: a mixture of experts from a dense model.
-plots: a plot of the losses. data: texts as rows of tokens.
-qat: quantization-aware training.
+moe_losses: losses of mixtures of experts. plots: a plot of the losses. data: texts as rows of
+tokens.
 
 Inference imports none of these modules.
 """

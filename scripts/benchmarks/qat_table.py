@@ -27,12 +27,12 @@ from jaxllm.compress.calibration import from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.recipe import parse_lines
 from jaxllm.compress.registry import STEPS
+from jaxllm.research.qat.job import convert, prepare
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.qat.job import convert, prepare
 from jaxllm.train.step import Setup, eval_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.quantize import quantize

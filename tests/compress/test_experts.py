@@ -19,7 +19,7 @@ from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 from jaxllm.research.pruning.layer_pruning import cut_layers
 from jaxllm.research.pruning.structured_pruning import cut_groups, narrow_config
-from jaxllm.train.qat.job import prepare
+from jaxllm.research.qat.job import prepare
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_weight import parse

@@ -12,15 +12,15 @@ import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.lm import LM
 from jaxllm.research.distill.job import Distillation, distill
-from jaxllm.research.distill.student import StudentSize, make_student
+from jaxllm.research.distill.student import StudentSize, make_student, select_full_rows
+from jaxllm.research.qat.job import qat
 from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import Group, join_group
 from jaxllm.train import frozen_prefix, jobs, loop
-from jaxllm.train.data.rows import IGNORED, Rows, select_full_rows
+from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.qat.job import qat
 
 STEPS = 4
 

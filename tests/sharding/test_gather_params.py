@@ -10,13 +10,13 @@ import pytest
 
 import jaxllm
 from jaxllm.adapters import LoraConfig
+from jaxllm.research.qat.job import qat
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
 from jaxllm.train.checkpointing import collect_settings, open_store
 from jaxllm.train.frozen_prefix import prompt_tuning
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.paths import Params, flatten, map_leaves

@@ -139,7 +139,6 @@ INVALID = (
     ("lora", ("--rank-pattern", "down_proj"), "--rank-pattern must be REGEX=NUMBER"),
     ("lora", ("--layers-to-transform", "3-1"), "must be numbers or ranges"),
     ("lora", ("--lora-dropout", 1.5), "lora_dropout"),
-    ("qat", ("--format", "bf16-packed"), "is not an integer format"),
     ("full", ("--rate", 1), "No such option: --rate: use --lr"),
     ("full", ("--held-out=0.1",), "No such option: --held-out: use --eval-split"),
     ("lora", ("--target", "q_proj"), "No such option: --target: use --target-modules"),

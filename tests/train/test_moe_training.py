@@ -1,6 +1,5 @@
-"""Training MoE models: auxiliary loss, capacity, adapters and upcycling."""
+"""Training MoE models: auxiliary loss, capacity and adapters."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import jaxllm
-from jaxllm import models
 from jaxllm.adapters import LoraConfig
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
@@ -21,10 +19,8 @@ from jaxllm.train.moe_losses import BalancedLoss, add_router_loss, router_loss
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
-from jaxllm.train.upcycle import upcycle_model
-from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import quantize
-from tests.tiny_models import Twin, make_twin, random_model, tokens
+from tests.tiny_models import Twin, make_twin, random_model
 from tests.train.test_step import BATCHES, KEY, stacked
 
 OPTIMIZER = Optimizer(steps=2, lr=1e-3)
@@ -149,70 +145,6 @@ def test_add_router_loss_needs_experts_and_keeps_config(twin: Twin) -> None:
             add_router_loss(jobs.full_finetune(lm_of(model, params)), **options)
     with pytest.raises(ConfigError, match="finite and >= 0"):
         add_router_loss(job, -1.0)
-
-
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    ("family", "format"),
-    [("llama", "float32"), pytest.param("llama", "int4", marks=FULL),
-     pytest.param("qwen3", "int8", marks=FULL)],
-)  # fmt: skip
-def test_upcycled_model_equals_dense_model(family: str, format: str) -> None:
-    """Expert weights of a token add up to 1 except for rounding, so logits agree to 1e-6; dense and
-    expert rows may use different kernels.
-    """
-    model, params = random_model(family, num_hidden_layers=1)
-    ids, some = tokens(2, 17), quantize(params, format)
-    dense = logits(model, some, ids)
-    mixture = upcycle_model(lm_of(model, some), 5, 2, seed=3)
-    mixed = logits(mixture.model, mixture.params, ids)
-    single_expert = upcycle_model(lm_of(model, some), 5, 1)
-    one = logits(single_expert.model, single_expert.params, ids)
-    for routed in (mixed, one):
-        np.testing.assert_allclose(routed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
-    expected = models.param_shapes(mixture.model)
-    assert [p for p, _ in flatten(mixture.params)] == [p for p, _ in flatten(expected)]
-    again = upcycle_model(lm_of(model, some), 5, 2, seed=3)
-    router, same = (x.params["layers.0"]["mlp"]["gate"]["weight"] for x in (mixture, again))
-    np.testing.assert_array_equal(same, router)
-
-
-def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
-    return np.asarray(jaxllm.forward(model, params, None, ids).logits)
-
-
-def test_upcycle_refuses_unsupported_models() -> None:
-    for family, changes, experts, message in (
-        ("gpt2", {}, 4, "a gpt2 cannot be upcycled"),
-        ("llama", {"mlp_bias": True}, 4, "Mixtral does not support biases"),
-        ("llama", {}, 1, r"num_experts_per_tok \(2\) exceeds num_experts \(1\)"),
-    ):
-        model, params = random_model(family, **changes)
-        with pytest.raises(ConfigError, match=message):
-            upcycle_model(lm_of(model, params), experts, 2)
-
-
-@pytest.mark.usefixtures("demo_names")
-def test_upcycle_command_and_info_count_active_parameters(run: Any, tmp_path: Path) -> None:
-    """The upcycle command writes a mixture with the tokenizer, and info counts its parameters in
-    total and per token.
-    """
-    mixture = tmp_path / "made"
-    status, _, err = run("upcycle", "demo:llama", mixture, "--experts", 3)
-    assert (status, "mixtral with 3 experts, 2 per token" in err) == (0, True), err
-    assert jaxllm.load(mixture).tokenizer is not None
-    status, printed, err = run("info", mixture, "--json")
-    assert status == 0, err
-    facts, dense = json.loads(printed), json.loads(run("info", "demo:llama", "--json")[1])
-    mlp = 3 * dense["hidden_size"] * dense["intermediate_size"]  # per expert
-    routers = 3 * dense["hidden_size"]
-    layers = dense["num_hidden_layers"]
-    assert facts["parameters"] == dense["parameters"] + layers * (2 * mlp + routers)
-    assert facts["parameters_per_token"] == dense["parameters"] + layers * (mlp + routers)
-    assert facts["bytes"] == 4 * facts["parameters"] * (1 if facts["dtype"] == "float32" else 0.5)
-    assert "parameters_per_token" not in dense
 
 
 @pytest.mark.full

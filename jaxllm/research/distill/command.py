@@ -71,8 +71,12 @@ def distill(
     with spinner("starting"):
         from jaxllm.research.distill import sequence_kd
         from jaxllm.research.distill.job import distill as job_of
-        from jaxllm.research.distill.student import StudentSize, check_student, make_student
-        from jaxllm.train.data.rows import select_full_rows
+        from jaxllm.research.distill.student import (
+            StudentSize,
+            check_student,
+            make_student,
+            select_full_rows,
+        )
 
         if written is not None:
             loss["alpha"] = 0.0

@@ -29,6 +29,7 @@ from jaxllm.research.pruning.salience import (
 )
 from jaxllm.research.pruning.structured_pruning import cut_groups, narrow_config
 from jaxllm.runtime.multihost import check_processes_agree, is_multiprocess
+from jaxllm.train.data.rows import Rows
 
 MAX_ROWS = 8  # of the data, to choose layers, heads and channels
 
@@ -125,6 +126,12 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
         config, params = cut_groups(config, params, kind, keep_most_salient(salience, dropped))
     model = models.build(config, teacher.model.precision)
     return dataclasses.replace(teacher, config=config, model=model, params=params, recipe=())
+
+
+def select_full_rows(rows: Rows) -> np.ndarray:
+    """Return the ids of the rows without padding, int32 `[N, T]`."""
+    whole_B = (np.asarray(rows.position_BT) >= 0).all(axis=1)
+    return np.asarray(rows.token_BT)[whole_B]
 
 
 def make_student(teacher: LM, size: StudentSize, token_NT: np.ndarray) -> LM:

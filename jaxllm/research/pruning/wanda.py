@@ -38,7 +38,8 @@ def wanda(context: StepContext[RuleOptions]) -> ModelState:
 def prune_wanda(weight: Weight, stats: InputStats, sparsity: Sparsity) -> jax.Array:
     """Zero the weights with the smallest `|w_ij| ||x_j||` in each row."""
     array = jnp.asarray(to_dense(weight))
-    score_OI = np.abs(np.asarray(array, np.float32)) * np.asarray(stats.norm_I)[None]
+    norm_I = np.asarray(jnp.sqrt(jnp.diagonal(stats.gram_II)))
+    score_OI = np.abs(np.asarray(array, np.float32)) * norm_I[None]
     return zero_lowest(array, score_OI, sparsity, rows=True)
 
 

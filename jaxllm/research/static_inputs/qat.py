@@ -8,6 +8,8 @@ from flax import struct
 
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
+from jaxllm.research.qat import job
+from jaxllm.research.qat.weights import FakeQuantWeight, fake_quantize
 from jaxllm.research.static_inputs.weight import (
     MAX_INPUT,
     MIN_INPUT,
@@ -17,8 +19,6 @@ from jaxllm.research.static_inputs.weight import (
     supports_input_grid,
 )
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.qat import job
-from jaxllm.train.qat.weights import FakeQuantWeight, fake_quantize
 from jaxllm.weights.formats import Weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import Rules
@@ -63,10 +63,10 @@ def qat(
     learn_input_scales: bool = False,
     **options: Any,
 ) -> TrainJob:
-    """Train as `train.qat.job.qat`, with inputs on the grids of `observed_params`.
+    """Train as `research.qat.job.qat`, with inputs on the grids of `observed_params`.
 
     Args:
-        options: Those of `train.qat.job.qat`.
+        options: Those of `research.qat.job.qat`.
     """
     made = job.qat(lm, rules, **options)
 

@@ -57,12 +57,6 @@ class Data(Protocol):
         ...
 
 
-def select_full_rows(rows: Rows) -> np.ndarray:
-    """Return the ids of the rows without padding, int32 `[N, T]`."""
-    whole_B = (np.asarray(rows.position_BT) >= 0).all(axis=1)
-    return np.asarray(rows.token_BT)[whole_B]
-
-
 def blank_rows(rows: int, width: int) -> Rows:
     """Return rows of padding."""
     shape = (rows, width)

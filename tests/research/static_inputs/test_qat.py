@@ -11,23 +11,23 @@ import pytest
 import jaxllm
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
+from jaxllm.research.qat.job import convert, prepare
 from jaxllm.research.static_inputs.qat import StaticFakeQuantWeight, add_observed_grids, qat
 from jaxllm.research.static_inputs.weight import add_input_grid, supports_input_grid
 from jaxllm.train.partition import partition
-from jaxllm.train.qat.job import convert, prepare
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from tests.compress.models import same
-from tests.tiny_models import random_model
-from tests.train.test_qat import (
+from tests.research.qat.test_qat import (
     MIXED,
     ONE_LAYER,
     assert_converted_bits_equal,
     assert_gradients_equal_torch,
     numbers,
 )
+from tests.tiny_models import random_model
 
 
 def calibrated(params: Params) -> Params:

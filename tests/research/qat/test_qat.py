@@ -15,12 +15,12 @@ import torch
 import jaxllm
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import ConfigError
+from jaxllm.research.qat.job import convert, prepare
+from jaxllm.research.qat.weights import FakeQuantWeight, fake_quantize
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
-from jaxllm.train.qat.job import convert, prepare
-from jaxllm.train.qat.weights import FakeQuantWeight, fake_quantize
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import linear, round_to_int8
@@ -29,7 +29,7 @@ from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.int_weight import IntWeight
 from tests.compress.models import same
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused
 from tests.tiny_models import random_model, tokens
 
 # One model with every format; the same rules fit both families.
@@ -300,3 +300,5 @@ def test_train_qat_writes_integer_checkpoint(
     assert formats["layers.1.mlp.down_proj.weight"] == "float32"
     assert open_checkpoint(out).recipe == ("train: qat by rules",)
     assert not out.with_name("small.parts").exists()
+    words = ("train", "qat", shallow("llama"), tmp_path / "x", "--data", tmp_path / "text.txt")
+    assert_refused(run, "is not an integer format", *words, "--format", "bf16-packed")

@@ -32,7 +32,7 @@ def upcycle(
         seed: Random seed of the routers.
     """
     with spinner("starting"):
-        from jaxllm.train.upcycle import upcycle_model
+        from jaxllm.research.upcycle.model import upcycle_model
 
     dense = load_model(model, dtype, quantize=quantize)
     mixture = upcycle_model(dense, experts, per_token, seed=seed)

@@ -5,5 +5,5 @@ Training and inference round with the same function (`IntFormat.quantize`, or `t
 converted model has the logits of the last step, bit for bit.
 
 weights: the fake-quantized weight and its straight-through gradients. job: conversion of
-parameters, and the training as a `TrainJob`.
+parameters, and the training as a `TrainJob`. command: `jaxllm train qat`.
 """

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxllm import models
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
+from jaxllm.research.qat.weights import FakeQuantWeight
 from jaxllm.runtime.validation import check_dtype
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.train.qat.weights import FakeQuantWeight
 from jaxllm.weights.formats import Weight, parse_format, weight_format
 from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -39,7 +39,7 @@ def qat(
     """Train all weights; `rules` select the ones with fake quantization.
 
     The result is a quantized checkpoint with the logits of the last step, bit for bit. The other
-    arguments and errors are those of `prepare.prepare`.
+    arguments and errors are those of `prepare`.
 
     Args:
         lm: in float32, since the master weights start as its parameters.
