@@ -404,7 +404,7 @@ def test_convert_round_trip_keeps_dtype(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("info", tmp_path / "back", "--json")[1])["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("command", (*cli.COMMANDS, "plan", "recall"))
+@pytest.mark.parametrize("command", (*cli.COMMANDS, "plan", "recall", "upcycle"))
 def test_help_has_parsable_example(run: Run, command: str) -> None:
     out, _ = succeed(run, command, "--help")
     shown = re.search(r"Examples?:(.*)", out, re.DOTALL)
