@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,9 +31,6 @@ from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.device_memory import describe_full_memory
 from jaxllm.runtime.plugins import find_plugins
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 # In the order of --help. Each is a module here, with a function of that name and an EXAMPLE, which
 # ends its --help. The last command, train, has subcommands.
 COMMANDS = (
@@ -44,19 +41,11 @@ COMMANDS = (
 TRAIN = "train"
 
 
-def further_commands() -> dict[str, "EntryPoint"]:
-    """Return the commands of other packages: modules like ours, by entry point.
-
-    With DISTRIBUTED = True in it, several processes can run it together.
-    """
-    return find_plugins("commands")
-
-
 def import_command(name: str) -> ModuleType:
     """Import the module of a command, which has a function of that name and an EXAMPLE."""
     if name in (*COMMANDS, TRAIN):
         return importlib.import_module(f"jaxllm.cli.{name}")
-    module: ModuleType = further_commands()[name].load()
+    module: ModuleType = find_plugins("commands")[name].load()
     return module
 
 
@@ -71,7 +60,7 @@ def make_app(names: Iterable[str] | None = None, *, listed: bool = False) -> typ
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for name in (*COMMANDS, *further_commands(), TRAIN) if names is None else names:
+    for name in (*COMMANDS, *find_plugins("commands"), TRAIN) if names is None else names:
         module = import_command(name)
         if name == TRAIN:
             app.add_typer(module.make_app(listed), name=name)
@@ -111,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = next((word for word in given if word in (*COMMANDS, TRAIN)), None)
     if known is None:
-        others = further_commands()
+        others = find_plugins("commands")
         known = next((word for word in given if word in others), None)
     listed = "_JAXLLM_COMPLETE" not in os.environ  # a shell completes flags, too
     app = make_app(listed=listed) if known is None else make_app([known])
