@@ -18,7 +18,7 @@ from jaxllm.research.long_attention import dilated
 from jaxllm.research.long_attention.dilated_attention import multiplicity
 from jaxllm.research.long_attention.settings import LongAttention
 from jaxllm.research.pruning.structured_pruning import narrow_config
-from jaxllm.train import upcycle
+from jaxllm.research.upcycle import model as upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
