@@ -97,7 +97,7 @@ def test_flags_come_from_annotations(capsys: pytest.CaptureFixture[str]) -> None
         (["convert"], "Missing argument 'MODEL'"),
         (["nonsense"], "No such command 'nonsense'"),
         (["generate", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
-        (["upcycle", "demo:llama", "x", "--experts", "0"], "--experts must be 1 or more, got '0'"),
+        (["upcycle", "demo:llama", "chat", "--experts", "0"], "--experts must be 1 or more"),
         (["generate", "nowhere"], "nowhere is not a directory"),
         (["generate", "owner/name"], "write hf:owner/name"),
         (["generate", "demo:bert"], "expected one of demo:gpt2, demo:llama"),

@@ -98,10 +98,8 @@ def _apply_global_options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a `jaxllm` command, by default from `sys.argv`; a failure prints one line and exits."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    known = next((word for word in given if word in (*COMMANDS, TRAIN)), None)
-    if known is None:
-        others = find_plugins("commands")
-        known = next((word for word in given if word in others), None)
+    others = () if given[0] in (*COMMANDS, TRAIN) else find_plugins("commands")
+    known = next((word for word in given if word in (*COMMANDS, TRAIN, *others)), None)
     listed = "_JAXLLM_COMPLETE" not in os.environ  # a shell completes flags, too
     app = make_app(listed=listed) if known is None else make_app([known])
     _run(app, "jaxllm", given)
