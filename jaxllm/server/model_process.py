@@ -35,7 +35,13 @@ from jaxllm.runtime.validation import check_token_ids
 from jaxllm.server.frames import FrameSocket
 from jaxllm.server.gemma4 import open_turn
 from jaxllm.server.harmony import as_rendered
-from jaxllm.server.tools import find_marks, find_style, find_thought_marks, tool_grammar
+from jaxllm.server.tools import (
+    fill_content,
+    find_marks,
+    find_style,
+    find_thought_marks,
+    tool_grammar,
+)
 
 if TYPE_CHECKING:
     from jaxllm.generation.completion import Completion, StreamChunk
@@ -499,7 +505,9 @@ class ModelProcess:
         messages, variables = frame["messages"], frame["variables"]
         if self._tool_style == "harmony":
             messages = list(map(as_rendered, messages))
-        elif self._thought_marks and not _READS_THOUGHTS.search(self._template_source):
+        else:
+            messages = fill_content(messages, self._template_source)
+        if self._thought_marks and not _READS_THOUGHTS.search(self._template_source):
             messages = [self._put_thought(message) for message in messages]
         if not frame.get("continues"):
             text = template.render(messages, **variables)

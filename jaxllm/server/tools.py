@@ -99,6 +99,16 @@ def find_style(template: str) -> str:
     return next((style for sign, style in _SIGNS.items() if sign in template), "")
 
 
+def fill_content(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages as a template takes them: an answer of calls alone has an empty text.
+
+    At null, which OpenAI's clients send, most templates fail or write "None". One that asks whether
+    the content is none (DeepSeek) shows calls only then, and gets it.
+    """
+    text = None if "['content'] is not none" in template else ""
+    return [{**m, "content": text if m["content"] is None else m["content"]} for m in messages]
+
+
 def find_marks(tokenizer: Any) -> dict[str, int]:
     """Return the ids of those `MARKS` that are special tokens of a tokenizer, or of None."""
     special = () if tokenizer is None else tokenizer.special_ids

@@ -12,7 +12,14 @@ from jaxllm.server.gemma4 import Gemma4Text, open_turn
 from jaxllm.server.harmony import HarmonyText, as_rendered
 from jaxllm.server.openai_requests import read_conversation
 from jaxllm.server.text_reader import TextReader, ThoughtText
-from jaxllm.server.tools import FORMS, ToolText, find_style, find_thought_marks, tool_grammar
+from jaxllm.server.tools import (
+    FORMS,
+    ToolText,
+    fill_content,
+    find_style,
+    find_thought_marks,
+    tool_grammar,
+)
 from jaxllm.text import ChatTemplate
 
 PARAMETERS = {
@@ -151,6 +158,23 @@ def test_templates_get_texts_for_null(fields: Any, rendered: str) -> None:
     user = {"role": "user", "content": "x"}
     messages = read_conversation({"messages": [{"role": "assistant", **fields}, user]})["messages"]
     assert template.render(messages) == "a" + rendered
+
+
+def test_templates_get_text_beside_calls() -> None:
+    """An answer of calls alone is a text in Qwen3's and GLM's words, and null in DeepSeek's."""
+    for source, rendered in (
+        ("{% if '</think>' not in m.content %}{{ m.content }}calls{% endif %}", "calls"),
+        ("{% if m['content'] is not none %}text{% else %}calls{% endif %}", "calls"),
+    ):
+        template = ChatTemplate("{% set m = messages[1] %}" + source)
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "time"}}],
+        }
+        user = {"role": "user", "content": "x"}
+        messages = read_conversation({"messages": [user, call]})["messages"]
+        assert template.render(fill_content(messages, template.source)) == rendered
 
 
 def test_single_call_where_parallel_is_off() -> None:
