@@ -331,6 +331,7 @@ def join_text(
 ) -> str:
     """Return the text of a message's content, itself one or parts. Raises ApiError.
 
+    Parts are lines, as in vLLM and llama.cpp: clients do not write the space between them.
     where: Its place in the request. kinds: The types of parts that are texts.
     """
     if isinstance(content, str):
@@ -343,7 +344,7 @@ def join_text(
         if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
             raise invalid(f"{where}: a part has no text", param)
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _read_call(call: Body, where: str) -> dict[str, Any]:

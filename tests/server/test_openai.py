@@ -138,10 +138,11 @@ def test_logprobs_are_those_of_generate(client: Any, lm: Any) -> None:
 
 
 def test_chat_equals_generate_of_template(client: Any, lm: Any) -> None:
+    """Parts of a content are lines of one text, as in vLLM and llama.cpp."""
     messages = [{"role": "system", "content": "Be kind."},
-                {"role": "user", "content": [{"type": "text", "text": "A "},
+                {"role": "user", "content": [{"type": "text", "text": "A"},
                                              {"type": "text", "text": "story"}]}]  # fmt: skip
-    plain = [messages[0], {"role": "user", "content": "A story"}]
+    plain = [messages[0], {"role": "user", "content": "A\nstory"}]
     expected = lm.generate(lm.chat_prompt(plain), max_new_tokens=12).text
     request = {"model": "gpt-4o", "messages": messages, **GREEDY}
     whole = client.chat.completions.create(**request)
