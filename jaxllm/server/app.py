@@ -170,6 +170,7 @@ class Api:
                 (f"{prefix}/chat/completions", "POST", chat),
                 (f"{prefix}/chat/completions/input_tokens", "POST", self._input_tokens),
                 (f"{prefix}/responses", "POST", self._responses.create),
+                (f"{prefix}/responses/input_tokens", "POST", self._responses.count),
                 (f"{prefix}/responses/{{name}}", "GET", self._responses.retrieve),
                 (f"{prefix}/responses/{{name}}", "DELETE", self._responses.delete),
                 (f"{prefix}/messages", "POST", self._messages.create),
@@ -320,7 +321,7 @@ class Api:
 
     async def _input_tokens(self, request: Request) -> Response:
         """Count a conversation's tokens, under llama.cpp's name."""
-        count = await self._generation.count_tokens(await read_body(request))
+        count = await self._generation.count_tokens(read_conversation(await read_body(request)))
         return json_response({"object": "chat.completion.input_tokens", "input_tokens": count})
 
     def _page(self, file: Path) -> Callable[[Request], Awaitable[Response]]:

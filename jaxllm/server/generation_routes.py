@@ -18,7 +18,6 @@ from jaxllm.server.openai_requests import (
     GenerationCall,
     read_chat,
     read_completion,
-    read_conversation,
 )
 from jaxllm.server.openai_responses import Answer, Choice, Writer
 from jaxllm.server.streams import EventStream, format_event, unless_gone
@@ -43,9 +42,9 @@ class GenerationRoutes:
         call = read_chat(await read_body(request))
         return await self.answer(request, call, partial(Answer, chat=True))
 
-    async def count_tokens(self, body: Frame) -> int:
-        """Return the number of a conversation's tokens."""
-        done = await self._backend.call("tokenize", **read_conversation(body))
+    async def count_tokens(self, frame: Frame) -> int:
+        """Return the number of tokens of a conversation, as `read_conversation` returns it."""
+        done = await self._backend.call("tokenize", **frame)
         return len(done["tokens"])
 
     async def answer(

@@ -14,7 +14,13 @@ from starlette.responses import Response
 from jaxllm.server.backend import json_response, read_body
 from jaxllm.server.errors import ApiError, unsupported
 from jaxllm.server.generation_routes import GenerationRoutes
-from jaxllm.server.openai_requests import check_fields, join_text, read_chat, refuse_fields
+from jaxllm.server.openai_requests import (
+    check_fields,
+    join_text,
+    read_chat,
+    read_conversation,
+    refuse_fields,
+)
 from jaxllm.server.openai_responses import ItemWriter
 from jaxllm.server.streams import format_event
 
@@ -75,7 +81,7 @@ class MessagesRoutes:
         return await self._generation.answer(request, read_chat(chat), write)
 
     async def count(self, request: Request) -> Response:
-        chat = _read_chat_body(await read_body(request))
+        chat = read_conversation(_read_chat_body(await read_body(request)))
         return json_response({"input_tokens": await self._generation.count_tokens(chat)})
 
 

@@ -92,11 +92,7 @@ class ResponsesRoutes:
         self._generation, self._store = generation, store
 
     async def create(self, request: Request) -> Response:
-        body = await read_body(request)
-        fields = check_fields(body, _Fields)
-        messages = _read_items(fields.input)
-        if fields.previous_response_id is not None:
-            messages = self._store.find(request, fields.previous_response_id)["messages"] + messages
+        body, fields, messages = await self._read(request)
 
         def keep(response: Json) -> None:
             if fields.store:
@@ -106,6 +102,20 @@ class ResponsesRoutes:
 
         write = partial(ResponseWriter, fields=fields, keep=keep)
         return await self._generation.answer(request, _read_call(body, fields, messages), write)
+
+    async def count(self, request: Request) -> Response:
+        call = _read_call(*await self._read(request))
+        count = await self._generation.count_tokens(call.frames[0])
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _read(self, request: Request) -> tuple[Json, _Fields, list[Json]]:
+        """Return a request's body, its fields, and its messages after those it goes on from."""
+        body = await read_body(request)
+        fields = check_fields(body, _Fields)
+        messages = _read_items(fields.input)
+        if fields.previous_response_id is not None:
+            messages = self._store.find(request, fields.previous_response_id)["messages"] + messages
+        return body, fields, messages
 
     async def retrieve(self, request: Request) -> Response:
         return json_response(self._store.find(request, request.path_params["name"])["response"])

@@ -96,6 +96,12 @@ def test_conversations_are_counted(server: RunningServer) -> None:
     status, found = post(server, "/v1/chat/completions/input_tokens", CHAT)
     _, whole = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": 1})
     assert (status, found["input_tokens"]) == (200, whole["usage"]["prompt_tokens"])
+    _, first = post(server, "/v1/responses", {"input": "Tell me", "max_output_tokens": 1})
+    asked = {"input": "More", "instructions": "Be kind.", "previous_response_id": first["id"]}
+    status, found = post(server, "/v1/responses/input_tokens", asked)
+    _, whole = post(server, "/v1/responses", {**asked, "max_output_tokens": 1})
+    count = whole["usage"]["input_tokens"]
+    assert (status, found) == (200, {"object": "response.input_tokens", "input_tokens": count})
 
 
 def test_timings_add_up(server: RunningServer) -> None:
