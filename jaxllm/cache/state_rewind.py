@@ -99,11 +99,11 @@ def rewind_limit(cache: KVCache) -> np.ndarray:
     if not cache.state:
         return np.zeros(cache.batch, np.int32)
     kind, state = cache.config.attention, next(x for x in cache.state if x is not None)
-    if isinstance(state, RecurrentState):
-        return to_host(state.start_B)
-    if kind is None or kind.segment_length is None:
+    if kind is not None and kind.segment_length is not None:
+        return np.asarray(to_host(kind.segment_start(state)))
+    if not isinstance(state, RecurrentState):
         check_no_state(cache, "rewind")
-    return np.asarray(to_host(kind.segment_start(state)))
+    return to_host(state.start_B)
 
 
 def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:

@@ -170,7 +170,14 @@ def test_rounded_input_product_is_exact_to_float32(isa: str, name: str) -> None:
 def test_product_handles_empty_and_very_wide_shapes(isa: str, name: str) -> None:
     """Products are exact without outputs, columns or rows, and for rows wider than a CPU cache."""
     rng = np.random.default_rng(6)
-    for outputs, columns, rows in ((0, 64, 2), (3, 0, 1), (5, 0, 6), (3, 64, 0), (5, 131_328, 5)):
+    for outputs, columns, rows in (
+        (0, 64, 2),
+        (3, 0, 1),
+        (5, 0, 6),
+        (3, 64, 0),
+        (5, 131_328, 5),
+        (2, 8_192, 33),
+    ):
         matrix = FORMATS[name](rng, outputs, columns)
         for dtype in TYPES:
             x = inputs(rng, "normal", (rows, columns), dtype)
