@@ -168,14 +168,16 @@ def test_source_may_yield_none(lm: Any) -> None:
 
 
 def test_long_prefill_does_not_block_decoding(lm: Any) -> None:
-    """While a long prompt is prefilled in chunks, the other request gets a token per step."""
+    """While a long prompt is prefilled in chunks, the other request gets a token per step. Two steps
+    run without the prompt, to measure them.
+    """
     short = make_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
     long = make_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)
     events = list(serve(*lm, [short, long], **SHAPE))
     before = events.index(next(e for e in events if e.id == 1))
     assert sum(e.id == 0 for e in events[:before]) >= 5  # six chunks of 8
-    assert [e.step.prompt_tokens for e in events[:3]] == [8, 8, 8]
-    assert [e.step.decode_tokens for e in events[:3]] == [0, 1, 1]
+    assert [e.step.prompt_tokens for e in events[:5]] == [8, 0, 0, 8, 8]
+    assert [e.step.decode_tokens for e in events[:5]] == [0, 1, 1, 1, 1]
     for request in (short, long):
         check_equals_generate(lm, request, events_by_id(events)[request.id])
 

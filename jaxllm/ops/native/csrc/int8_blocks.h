@@ -68,7 +68,7 @@ void block_tile(const Weight& w, const In* x, int64_t chunks, const TileRows& o,
   const uint8_t* line[kLanes];
   for (int i = 0; i < kLanes; i++) line[i] = w.data + o[i] * w.stride;
   Floats sum[R] = {};
-  for (int64_t b = 0; b < w.columns / 32; b++) {
+  for (int64_t b = 0; b < round_up(w.columns, 32) / 32; b++) {
     Bytes codes[8];
     Floats scale;
     read_block<Int4>(line, b, prefetch, codes, scale);
@@ -97,7 +97,7 @@ void add_blocks(const BlockTile& tile, const In* x, int64_t chunks, int64_t firs
 template <bool Int4, class In>
 void multiply_transposed(const Weight& w, const In* all, int64_t chunks, const TileRows& o, int64_t from, int64_t to,
                          float* y) {
-  const int64_t rows = to - from, blocks = w.columns / 32;
+  const int64_t rows = to - from, blocks = round_up(w.columns, 32) / 32;
   BlockTile& tile = *reinterpret_cast<BlockTile*>(thread_scratch<BlockTile>(sizeof(BlockTile) + rows * sizeof(Floats)));
   Floats* sums = reinterpret_cast<Floats*>(&tile + 1);
   const uint8_t* line[kLanes];
