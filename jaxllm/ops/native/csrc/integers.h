@@ -156,8 +156,12 @@ void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64
   if (w.groups <= 1)
     return multiply_decoded(Int8Source<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
   if (w.group > 32) return multiply_decoded(Int8Source<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
-  if (w.blocks) return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y);
-  return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y);
+  // With sums in memory, 32 columns would be stored and scaled as often as they are multiplied.
+  const int64_t max_source_rows = kRegisters < 32 ? 16 : INT64_MAX;
+  if (w.blocks)
+    return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y,
+                            max_source_rows);
+  return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y, max_source_rows);
 }
 
 // One output, in float64 from dequantized weights (slow).
