@@ -175,8 +175,9 @@ def load_cache(
         prefix = as_token_array("prefix", prefix).tolist()
     header, fields = _read_header(path)
     for name, current in _identity(model, params).items():
-        if fields[name] != current:
-            raise CacheMismatchError(f"{path}: {_describe_difference(name, fields[name], current)}")
+        saved = _drop_nulls(fields[name])
+        if saved != _drop_nulls(current):
+            raise CacheMismatchError(f"{path}: {_describe_difference(name, saved, current)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents do not match its digest")
@@ -228,13 +229,21 @@ def _identity(model: Model, params: Params) -> dict[str, Any]:
     return plain
 
 
+def _drop_nulls(value: Any) -> Any:
+    """Return a JSON value without fields that are not set, which other versions may lack."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _drop_nulls(field) for name, field in value.items() if field is not None}
+
+
 def _describe_difference(name: str, saved: Any, current: Any) -> str:
     if name == "weights":
         return "the cache was made with other weights"
     if isinstance(saved, dict):
-        unlike = (f for f in {**current, **saved} if current.get(f, "none") != saved.get(f, "none"))
+        saved, current = _drop_nulls(saved), _drop_nulls(current)
+        unlike = (f for f in {**current, **saved} if current.get(f) != saved.get(f))
         field = next(unlike)
-        stored, wanted = saved.get(field, "none"), current.get(field, "none")
+        stored, wanted = saved.get(field), current.get(field)
         return f"the cache's {name} has {field} {stored!r:.200}, the model's {wanted!r}"
     return f"the cache's {name} is {saved!r}, this is {current!r}"
 

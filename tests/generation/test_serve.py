@@ -168,8 +168,9 @@ def test_source_may_yield_none(lm: Any) -> None:
 
 
 def test_long_prefill_does_not_block_decoding(lm: Any) -> None:
-    """While a long prompt is prefilled in chunks, the other request gets a token per step. Two steps
-    run without the prompt, to measure them.
+    """While a long prompt is prefilled in chunks, the other request gets a token per step.
+
+    Two steps run without the prompt, to measure them.
     """
     short = make_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
     long = make_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)

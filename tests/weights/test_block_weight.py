@@ -126,7 +126,9 @@ def test_block_weight_equals_int_weight(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_block_products_have_the_bits_of_int_weight(bits: int) -> None:
-    """Products are bit for bit those of separate scales, by kernels and in plain JAX."""
+    """Products are bit for bit those of separate scales, by kernels and in plain JAX; but with
+    rounded inputs kernels may add blocks in another order.
+    """
     plain, blocks = draw(bits)
     rng = np.random.default_rng(1)
     for dtype, rows, int8 in (
@@ -140,7 +142,8 @@ def test_block_products_have_the_bits_of_int_weight(bits: int) -> None:
             else:
                 with native.disable_kernels():
                     pair = [apply(x, weight, int8_inputs=int8) for weight in (plain, blocks)]
-            np.testing.assert_array_equal(*pair, err_msg=f"{dtype} {rows} {int8} {path}")
+            close = {"rtol": 1e-5, "atol": 1e-5} if int8 and path == "kernels" else {"rtol": 0}
+            np.testing.assert_allclose(*pair, **close, err_msg=f"{dtype} {rows} {int8} {path}")
 
 
 def test_block_weight_has_gradients_for_inputs() -> None:
