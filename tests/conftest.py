@@ -46,7 +46,9 @@ SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "
 
 # The longest files start first, so that two workers finish together.
 LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_lm.py")
-# Files, and tests of which `make test` runs only the first case; `make test-more` runs the rest.
+# Files, and tests of which `make test` runs only the first case; `make test-more` runs the rest,
+# and the tests of what few people need.
+RESEARCH = "tests/research/"
 MORE = {
     line
     for line in (ROOT / "tests" / "more.txt").read_text(encoding="utf-8").splitlines()
@@ -96,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         file, _, _ = item.nodeid.partition("::")
         test, _, _ = item.nodeid.partition("[")
-        if file in MORE or (test in MORE and test in seen):
+        if file in MORE or file.startswith(RESEARCH) or (test in MORE and test in seen):
             item.add_marker(pytest.mark.more)
         seen.add(test)
 
