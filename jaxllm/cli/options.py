@@ -194,8 +194,8 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="KIND:NAME=VALUE,...",
-        help="Another kind of attention, for example self-extend:group_size=8,neighbor_window=512"
-        " (longer contexts without training).",
+        help="Another kind of attention, which a package adds, and its settings"
+        " (docs/long_context.md).",
     ),
 ]
 Mesh = Annotated[
