@@ -175,9 +175,8 @@ def load_cache(
         prefix = as_token_array("prefix", prefix).tolist()
     header, fields = _read_header(path)
     for name, current in _identity(model, params).items():
-        saved = _drop_nulls(fields[name])
-        if saved != _drop_nulls(current):
-            raise CacheMismatchError(f"{path}: {_describe_difference(name, saved, current)}")
+        if _drop_nulls(fields[name]) != _drop_nulls(current):
+            raise CacheMismatchError(f"{path}: {_describe_difference(name, fields[name], current)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents do not match its digest")

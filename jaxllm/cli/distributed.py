@@ -11,8 +11,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost, signals, supervisor
 from jaxllm.runtime.plugins import find_plugins
 
-# Commands whose model can be on a mesh, and whose result all processes compute together. Of other
-# packages those with DISTRIBUTED = True in their module.
+# Commands whose model can be on a mesh, and whose result all processes compute together. A command
+# of another package is one of them if its module has DISTRIBUTED = True.
 COMMANDS = (
     "generate", "chat", "embed", "classify", "perplexity", "sensitivity", "verify",
     "vectors", "bench", "train full", "train lora", "train prompt",

@@ -23,6 +23,7 @@ from jaxllm.generation.loops.joined_pass import compile_joined, fit_part, pack_j
 from jaxllm.generation.loops.microbatch import (
     Microbatch,
     TokenRun,
+    bucket_rows,
     compile_microbatch,
     pack_microbatch,
 )
@@ -93,7 +94,7 @@ def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> It
     chunk = loop.multiple if loop.multiple > 1 else loop.chunk
     usual = (256, 1, 64, 512, 128, 1024, 2048) if is_accelerator() else (32, 1, 64, 16, 128, 8, 256)
     widths = [n for n in usual if n <= min(chunk, state.capacity)]
-    counts, drawn = [n for n in (1, 4, 8, 16, 32, 64, 128, 256) if n <= rows], []
+    counts, drawn = sorted({min(bucket_rows(n + 1), rows) for n in range(rows)}), []
     for count in counts:
         for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
             if width == 1 or count == 1 or loop.multiple == 1:

@@ -43,7 +43,7 @@ class Reinforcement:
 
         if unknown := sorted(self.sampling.keys() - SAMPLING):
             raise SamplingError(
-                f"{unknown[0]} is no option of answers to train on: give processors and grammars"
+                f"answers to train on cannot have {unknown[0]}: give processors and grammars"
             )
         if self.sampling.get("temperature", 1.0) == 0:
             raise SamplingError("the temperature must be above 0: equal answers teach nothing")

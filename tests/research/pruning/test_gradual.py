@@ -63,7 +63,7 @@ def test_prune_gradually_follows_published_schedule(pattern: tuple[int, int] | N
 
 
 def test_prune_gradually_reaches_final_sparsity_at_end() -> None:
-    """The last pruning happens at the end step, even if it is no multiple of the interval."""
+    """The last pruning happens at the end step, even if the interval does not divide it."""
     prune = PruneGradually(paths=("w",), sparsity=Sparsity(0.75), begin=0, end=5, every=2)
     apply, now = jax.jit(prune), {"w": rng_array(4, 20)}
     for step, share in ((4, 0.75 * (1 - (1 - 4 / 5) ** 3)), (5, 0.75)):
