@@ -287,7 +287,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"loss": "ppo"}, "loss must be one of grpo, dr-grpo, dapo"),
     ({"clip_low": 0.0}, "clip_low"),
     ({"beta": -1.0}, "beta"),
-    ({"sampling": {"num_beams": 2}}, "num_beams is no option"),
+    ({"sampling": {"num_beams": 2}}, "answers to train on cannot have num_beams"),
     ({"sampling": {"temperature": 0}}, "temperature must be above 0"),
     ({"sampling": {"top_p": 2.0}}, "top_p must be"),
     ({"max_new_tokens": 600}, "exceed the model's context"),
