@@ -14,7 +14,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.errors import ClosedError, JaxllmError, OverloadError
-from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery, keep_shapes
+from jaxllm.generation.batching.compile_ahead import LoopQuery, keep_shapes
+from jaxllm.generation.batching.step import Loop
 from jaxllm.generation.completion import Completion, StreamChunk
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.serve import PreparedRequest

@@ -44,6 +44,7 @@ from jaxllm.server.tools import (
 )
 
 if TYPE_CHECKING:
+    from jaxllm.generation.batching.programs import Programs
     from jaxllm.generation.completion import Completion, StreamChunk
     from jaxllm.generation.loops.draft import PromptLookup
     from jaxllm.lm import LM
@@ -117,7 +118,7 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
     jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
     if settings.warms_up:
-        threading.Thread(target=process.warm_up, daemon=True).start()
+        threading.Thread(target=process.compile_programs, daemon=True).start()
     for frame in frames:
         process.receive(frame)
     os._exit(0)  # the HTTP process has ended: do not wait for running requests
@@ -173,7 +174,8 @@ class ModelProcess:
         self._computing = ThreadPoolExecutor(1, "jaxllm-compute")
         self._max_computing, self._num_computing = settings.max_waiting, 0
         self._cancelled: dict[int, threading.Event] = {}
-        self._programs, self._trim_at = 0, PROGRAMS_PER_TRIM
+        self._num_compiled, self._trim_at = 0, PROGRAMS_PER_TRIM
+        self._programs: Programs | None = None
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
@@ -188,6 +190,14 @@ class ModelProcess:
             "score": _in_one_piece(self._score),
         }
 
+    def compile_programs(self) -> None:
+        """Compile programs ahead of the requests that need them, while the model runs."""
+        from jaxllm.generation.batching.compile_ahead import compile_wanted
+
+        self.warm_up()
+        if self._programs is not None:
+            compile_wanted(self._programs)
+
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
@@ -195,6 +205,7 @@ class ModelProcess:
         without it they would compile it themselves, while all others wait.
         """
         from jaxllm.generation.batching.compile_ahead import compile_ahead
+        from jaxllm.generation.sampling.stacked import rare_sampler
 
         if self.lm.config.score is not None:  # it predicts no tokens
             return
@@ -202,15 +213,23 @@ class ModelProcess:
         for options in _USUAL_OPTIONS:
             with suppress(JaxllmError):  # what the checkpoint's options refuse, requests meet too
                 usual.append(self.lm.prepare_request({"prompt": [0], **options}).config.sampler)
+        if usual:
+            usual.append(rare_sampler(self.lm.config.vocab_size))
         adapter = self.lm.adapter_index(None) if self.lm.adapters else None
         size = None if self._prefix_cache is None else self._prefix_cache.chunk
         with suppress(JaxllmError, RuntimeError):  # requests report it, if they need the program
             loop = self._server.find_loop(usual).result()
+            self._programs = loop.programs
             for _ in compile_ahead(loop, adapter, size):
                 latest = time.monotonic() + MAX_WAIT_S
-                while self._cancelled and time.monotonic() < latest:
+                while self._is_busy and time.monotonic() < latest:
                     time.sleep(IDLE_CHECK_S)
-        self._programs = 0  # these are no reason to forget any
+        self._num_compiled = 0  # these are no reason to forget any
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether requests are open, and none of them waits for a program."""
+        return bool(self._cancelled) and self._programs is not None and not self._programs.is_urgent
 
     def _describe_cache(self) -> Frame:
         if self._prefix_cache is None:
@@ -358,23 +377,25 @@ class ModelProcess:
 
     def count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         """Count a program that was compiled; a listener of `jax.monitoring`."""
-        self._programs += event == "/jax/core/compile/backend_compile_duration"
+        self._num_compiled += event == "/jax/core/compile/backend_compile_duration"
 
     def _limit_programs(self) -> None:
         """Forget the compiled programs if there are too many; those in use are compiled again.
 
         Compiling leaves much freed memory with the allocator, so some of it is given back.
         """
-        if self._programs < self._trim_at:
+        if self._num_compiled < self._trim_at:
             return
         from jaxllm.ops.compile_cache import return_freed_memory
 
-        if self._programs > MAX_PROGRAMS:
+        if self._num_compiled > MAX_PROGRAMS:
             import jax
 
-            self._programs = 0
+            self._num_compiled = 0
             jax.clear_caches()
-        self._trim_at = self._programs + PROGRAMS_PER_TRIM
+            if self._programs is not None:
+                self._programs.forget()
+        self._trim_at = self._num_compiled + PROGRAMS_PER_TRIM
         return_freed_memory()
 
     def _make_request(self, frame: Frame) -> tuple[dict[str, Any], str]:

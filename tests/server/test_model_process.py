@@ -165,7 +165,7 @@ def test_warm_up_compiles_what_requests_need(
     lm = jaxllm.load(shallow("llama"))
     frames = _Frames()
     process = ModelProcess(lm, ModelSettings(rows=4), frames)  # type: ignore[arg-type]
-    monkeypatch.setattr("jaxllm.generation.batching.scheduler.run_microbatch", None)
+    monkeypatch.setattr("jaxllm.generation.batching.step.run_microbatch", None)
     monkeypatch.setattr(model_process, "MAX_WAIT_S", 0.1)
     process._cancelled[0] = threading.Event()
     process.warm_up()

@@ -21,7 +21,6 @@ from jaxllm.generation.loops.rounds import LoopInputs, LoopPlan, Tails
 from jaxllm.generation.loops.rows import Drawn, RowState, draw, live_rows
 from jaxllm.generation.sampling.sampler import Context, row_keys
 from jaxllm.generation.sampling.stacked import RowSampler, stack_sampler
-from jaxllm.models.site_inputs import stack_rows
 from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.ops.padding import pad_rows
 from jaxllm.weights.model import Model
@@ -177,6 +176,7 @@ class ServeState(NamedTuple):
         edits: Stacked along a row axis.
         pages: The slots of rows, if these share them.
         paused: Requests without slots; they keep their rows.
+        form: Number of what its programs depend on besides shapes (`Programs.number`).
     """
 
     cache: KVCache
@@ -187,6 +187,7 @@ class ServeState(NamedTuple):
     draft: Draft = NO_DRAFT
     pages: PageTable | None = None
     paused: Mapping[int, ActiveRequest] = MappingProxyType({})
+    form: int = 0
 
     @property
     def capacity(self) -> int:
@@ -269,14 +270,11 @@ def fill_request(
 ) -> ServeState:
     """Return the state in which a free row has this request and an empty cache.
 
-    Its pages are reserved, and empty.
+    Its pages are reserved, and empty; the state has its form (`fit_form`).
     """
     eos_E, rows = pad_eos_ids(active.request.eos_token_ids), state.rows
-    missing = eos_E.size - rows.eos_BE.shape[1]
-    if missing > 0:  # one that compiles programs again
-        eos_BE = np.pad(rows.eos_BE, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        rows = rows.replace(eos_BE=jax.device_put(eos_BE))
-    eos_E = np.pad(eos_E, (0, max(-missing, 0)), constant_values=NO_TOKEN)
+    width = rows.eos_BE.shape[1]
+    eos_E = np.pad(eos_E, (0, width - eos_E.size), constant_values=NO_TOKEN)
     at = state.kinds.index(active.kind)
     position_BS, states, rows, stacked = fill_row(
         state.cache.tail.position_BS,
@@ -291,14 +289,11 @@ def fill_request(
     samplers = (*state.rows.samplers[:at], stacked, *state.rows.samplers[at + 1 :])
     tail = state.cache.tail.replace(position_BS=position_BS)
     cache = state.cache.replace(tail=tail, state=states[0])
-    held = {**state.active, row: active}
-    edited = {r: one.edits for r, one in {**held, **state.paused}.items() if one.edits.edits}
     return state._replace(
         cache=read_prefix(cache, state.pages, row, active.prefix),
         rows=rows.replace(samplers=samplers),
         draft=state.draft.with_written(state.draft.tail, states[1]),
-        active=held,
-        edits=stack_rows(edited, cache.batch),
+        active={**state.active, row: active},
     )
 
 
@@ -392,11 +387,20 @@ def draw_rows(
 
 
 def round_arguments(
-    model: Model, params: Params, state: ServeState, burst: int, rounds: int, invariant_rows: bool
+    model: Model,
+    params: Params,
+    state: ServeState,
+    burst: int,
+    rounds: int,
+    invariant_rows: bool,
+    size: int | None = None,
 ) -> tuple[dict[int, int], tuple[Any, ...]]:
-    """Return the place of each row, and the arguments of `rounds.SERVED_ROUNDS`."""
+    """Return the place of each row, and the arguments of `rounds.SERVED_ROUNDS`.
+
+    size: of the program in rows; by default the usual one.
+    """
     rows, active, draft = state.cache.batch, state.active, state.draft
-    R = min(bucket_rows(len(active)), rows) if invariant_rows else rows
+    R = size or (min(bucket_rows(len(active)), rows) if invariant_rows else rows)
     row_R = None
     if rows > R:
         row_R = np.full(R, rows, np.int32)

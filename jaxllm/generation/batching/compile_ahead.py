@@ -1,6 +1,7 @@
 """Compile the programs of a serving loop before requests need them, without running them."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,9 @@ from jaxllm.generation.batching.active import (
     top_width,
 )
 from jaxllm.generation.batching.prefix_store import Prefix
+from jaxllm.generation.batching.programs import Family, Job, Programs
 from jaxllm.generation.batching.requests import Request
+from jaxllm.generation.batching.step import Loop
 from jaxllm.generation.loops.draft import cut_rows
 from jaxllm.generation.loops.joined_pass import compile_joined, fit_part, pack_joined
 from jaxllm.generation.loops.microbatch import (
@@ -26,31 +29,15 @@ from jaxllm.generation.loops.microbatch import (
     bucket_rows,
     compile_microbatch,
     pack_microbatch,
+    padded_width,
 )
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.sampling.sampler import Sampler
-from jaxllm.generation.sampling.stacked import fit_sampler, rare_sampler, stack_sampler
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.model import Model
-from jaxllm.weights.paths import Params
+from jaxllm.weights.types.lora import NO_ADAPTER
 
 _NOTHING_RAN = Prefix(0, 0, None, [], 0, [], 0)
-
-
-class Loop(NamedTuple):
-    """A serving loop: its model, its state, and the arguments of `serve`.
-
-    chunk, multiple: the most prompt tokens of a step, and of what number the first ones are a
-    multiple (`PrefixStore`). invariant_rows: whether shapes do not change bits.
-    """
-
-    model: Model
-    params: Params
-    state: ServeState
-    chunk: int
-    burst: int
-    multiple: int
-    invariant_rows: bool
 
 
 class LoopQuery(NamedTuple):
@@ -71,59 +58,108 @@ def keep_shapes(loop: Loop) -> Loop:
 
     state = loop.state
     draft = state.draft
-    cache, rows, *written = jax.tree.map(shape, (state.cache, state.rows, draft.tail, draft.state))
-    state = state._replace(cache=cache, rows=rows, draft=draft.with_written(*written))
+    cache, rows, edits, *written = jax.tree.map(
+        shape, (state.cache, state.rows, state.edits, draft.tail, draft.state)
+    )
+    state = state._replace(cache=cache, rows=rows, edits=edits, draft=draft.with_written(*written))
     return loop._replace(state=state)
 
 
 def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> Iterator[None]:
-    """Compile the programs of usual requests in the order of their use; yield after each.
+    """Compile the programs of usual requests, those first without which none runs, then those that
+    steps need most; yield after each.
 
     loop: with the shapes of its state (`keep_shapes`). adapter: as in `Request`. chunk_size: of the
     prefix cache, if there is one.
     """
-    state, rows, number = loop.state, loop.state.cache.batch, np.int32(0)
+    state, number = loop.state, np.int32(0)
     if not state.kinds:  # no usual request is possible
         return
-    _compile_fill(state)
     if chunk_size is not None and chunk_size <= state.capacity:
         cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
         cut.compile()
         write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
-    yield
+    family = Family(state.form, adapter is not None)
+    jobs = _first_jobs(loop, family), _usual_jobs(loop, family)
+    loop.programs.plan(loop, *jobs, chooses=loop.invariant_rows and loop.multiple == 1)
+    yield from _compile_planned(loop.programs, waits=False)
+
+
+def compile_wanted(programs: Programs) -> None:
+    """Compile what a loop's requests need, until the loop ends."""
+    for _ in _compile_planned(programs, waits=True):
+        pass
+
+
+def plan_families(loop: Loop, families: Iterable[Family]) -> None:
+    """Plan the programs of families that requests wait for, unless they are planned."""
+    for family in families:
+        if not loop.programs.is_planned(family):
+            usual = () if family.read else _usual_jobs(loop, family)
+            loop.programs.plan(keep_shapes(loop), _first_jobs(loop, family), usual, chooses=True)
+
+
+def _first_jobs(loop: Loop, family: Family) -> list[Job]:
+    """Return the programs without which no request of a family runs; all others can wait."""
+    rows = loop.state.cache.batch
+    decode = Job(family, "step", rows, 1)
+    if family.read:  # they are read from rows that decode
+        return [decode]
+    fill, part = Job(Family(family.form), "fill"), Job(family, "step", 1, _list_widths(loop)[0])
+    return [
+        fill,
+        part,
+        decode,
+        *([Job(family, "rounds", rows, 1)] if loop.state.draft.width else []),
+    ]
+
+
+def _list_widths(loop: Loop) -> list[int]:
+    """Return the widths of prompts' programs, the most useful first."""
     chunk = loop.multiple if loop.multiple > 1 else loop.chunk
     usual = (256, 1, 64, 512, 128, 1024, 2048) if is_accelerator() else (32, 1, 64, 16, 128, 8, 256)
-    widths = [n for n in usual if n <= min(chunk, state.capacity)]
-    counts, drawn = sorted({min(bucket_rows(n + 1), rows) for n in range(rows)}), []
-    for count in counts:
-        for width in widths if count == 1 else (1, 64 if is_accelerator() else 8):
-            if width == 1 or count == 1 or loop.multiple == 1:
-                drawn.append((yield from _compile_step(loop, count, width, adapter)))
-        if loop.invariant_rows and adapter is None:
-            for room in (n for n in (8, 4, 16, 32) if n <= chunk):
-                _compile_joined(loop, count, fit_part(room, count))
-                yield
-    if state.draft.width:
-        for count in counts:
-            yield from _compile_burst(loop, count, adapter)
-    rare = _add_rare(loop)
-    _compile_fill(rare.state)
-    for places, at, out in drawn:
-        yield
-        _compile_draw(rare, _fill_state(rare, len(at), adapter), places, at, out)
+    most = padded_width(min(chunk, loop.state.capacity))
+    return [width for width in usual if width <= most]
 
 
-def _add_rare(loop: Loop) -> Loop:
-    """Return the loop, with shapes, as it is once a request with rare options has come."""
-    state, vocab_size = loop.state, loop.model.config.vocab_size
-    width, rows = state.rows.context.token_BL.shape[1], state.cache.batch
-    kind, sampler = fit_sampler(rare_sampler(vocab_size), vocab_size, width)
-    held = dict(zip(state.kinds, state.rows.samplers, strict=True))
-    held[kind] = jax.eval_shape(lambda: stack_sampler(sampler, rows))
-    kinds, samplers = zip(*sorted(held.items(), key=lambda item: str(item[0])), strict=True)
-    return loop._replace(
-        state=state._replace(kinds=kinds, rows=state.rows.replace(samplers=samplers))
-    )
+def _usual_jobs(loop: Loop, family: Family) -> Iterator[Job]:
+    """Yield the programs of usual requests in the order of their use."""
+    rows, chunk = loop.state.cache.batch, loop.multiple if loop.multiple > 1 else loop.chunk
+    joins = loop.invariant_rows and not family.adapters
+    for count in sorted({min(bucket_rows(n + 1), rows) for n in range(rows)}):
+        for width in _list_widths(loop) if count == 1 else (1, padded_width(2)):
+            if (
+                count in (1, rows)
+                if width == 1 and not loop.invariant_rows
+                else loop.multiple == 1 or count == 1
+            ):
+                yield Job(family, "step", count, width)
+        for room in (8, 4, 16, 32) if joins else ():
+            if room <= chunk:
+                yield Job(family, "joined", count, fit_part(room, count))
+        if loop.state.draft.width:
+            yield Job(family, "rounds", count, 1)
+
+
+def _compile_planned(programs: Programs, waits: bool) -> Iterator[None]:
+    """Compile programs while there are any, or until the loop ends; yield after each."""
+    with programs.compiling():
+        while (taken := programs.take(waits)) is not None:
+            with suppress(Exception):  # the loop meets it, too, and reports it
+                _compile(*taken)
+            programs.add(taken[1])
+            yield
+
+
+def _compile(loop: Loop, job: Job) -> None:
+    if job.kind == "fill":
+        _compile_fill(loop.state)
+    elif job.kind == "step":
+        _compile_step(loop, job)
+    elif job.kind == "joined":
+        _compile_joined(loop, job.rows, job.width)
+    else:
+        _compile_rounds(loop, job)
 
 
 def _compile_fill(state: ServeState) -> None:
@@ -145,22 +181,17 @@ def _fill_state(loop: Loop, count: int, adapter: int | None) -> ServeState:
     return loop.state._replace(active=dict.fromkeys(range(count), active))
 
 
-def _compile_step(
-    loop: Loop, count: int, width: int, adapter: int | None
-) -> Generator[None, None, tuple[Microbatch, np.ndarray, jax.ShapeDtypeStruct]]:
-    """Compile a step of `count` rows with so many tokens each, and the draw after it.
-
-    Returns:
-        The arguments of `_compile_draw`.
-    """
+def _compile_step(loop: Loop, job: Job) -> None:
+    """Compile a step of so many rows with so many tokens each, and the draw after it."""
+    adapter, count = _any_adapter(job), job.rows
     state = _fill_state(loop, count, adapter)
-    runs = _make_runs(count, width, adapter)
-    places, at = pack_microbatch(runs, state.cache.batch, invariant_rows=loop.invariant_rows)
+    runs = [run._replace(read=job.family.read) for run in _make_runs(count, job.width, adapter)]
+    places, at = pack_microbatch(
+        runs, state.cache.batch, invariant_rows=loop.invariant_rows, size=count, width=job.width
+    )
     places = places.replace(edits=state.edits, page_RP=state.list_pages({}, len(places.token_RT)))
     out = compile_microbatch(loop.model, loop.params, state.cache, places)
-    yield
     _compile_draw(loop, state, places, at, out)
-    yield
     draft = state.draft
     if isinstance(draft.source, Model) and count == 1:
         assert draft.cache is not None and draft.params is not None
@@ -169,8 +200,10 @@ def _compile_step(
         runs = [run._replace(output_T=run.index_T < 0, adapter=None) for run in runs]
         drafted, _ = pack_microbatch(runs, state.cache.batch, invariant_rows=True)
         compile_microbatch(draft.source, draft.params, draft.cache, drafted)
-        yield
-    return places, at, out
+
+
+def _any_adapter(job: Job) -> int | None:
+    return NO_ADAPTER if job.family.adapters else None
 
 
 def _make_runs(count: int, width: int, adapter: int | None) -> list[TokenRun]:
@@ -182,14 +215,15 @@ def _make_runs(count: int, width: int, adapter: int | None) -> list[TokenRun]:
 
 def _compile_joined(loop: Loop, count: int, width: int) -> None:
     """Compile one pass for `count` rows that decode and `width` tokens of a prompt."""
-    cache = loop.state.cache
+    state = _fill_state(loop, count, None)
     groups = [_make_runs(n, size, None) for n, size in ((1, width), (count, 1))]
-    packed = pack_joined(groups, cache.batch)
+    packed = pack_joined(groups, state.cache.batch, count, width)
     parts = [
-        places.replace(page_RP=loop.state.list_pages({}, len(places.token_RT)))
-        for places, _ in packed
+        places.replace(page_RP=state.list_pages({}, len(places.token_RT))) for places, _ in packed
     ]
-    compile_joined(loop.model, loop.params, cache, parts)
+    outs = compile_joined(loop.model, loop.params, state.cache, parts)
+    for places, (_, at), out in zip(parts, packed, outs, strict=True):
+        _compile_draw(loop, state, places, at, out)
 
 
 def _compile_draw(
@@ -201,11 +235,10 @@ def _compile_draw(
     draw_rows.lower(state.rows, uses_KR, out, places.row_R, *wanted).compile()
 
 
-def _compile_burst(loop: Loop, count: int, adapter: int | None) -> Iterator[None]:
-    """Compile the loop in which `count` rows decode."""
-    state = _fill_state(loop, count, adapter)
+def _compile_rounds(loop: Loop, job: Job) -> None:
+    """Compile the loop in which so many rows decode with a draft."""
+    state = _fill_state(loop, job.rows, _any_adapter(job))
     _, arguments = round_arguments(
         loop.model, loop.params, state, loop.burst, loop.burst, loop.invariant_rows
     )
     SERVED_ROUNDS.lower(*arguments).compile()
-    yield

@@ -58,6 +58,11 @@ class Request:
     read: Sequence[str] = ()
     read_steps: Sequence[int] | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is cancelled."""
+        return self.is_cancelled is not None and bool(self.is_cancelled())
+
 
 @dataclasses.dataclass(frozen=True)
 class RejectedRequest:

@@ -7,42 +7,38 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
-
-import jax
 
 from jaxllm.cache.kv import MAX_SLOTS, init_cache
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import CapacityError, ConfigError, SamplingError, as_request_error
 from jaxllm.generation.batching.active import (
-    ActiveRequest,
     ServeState,
-    StepSamples,
-    add_sampler,
-    draw_rows,
     empty_rows,
-    fill_request,
     free_row,
     pause_request,
-    read_sampled,
     resume_request,
-    round_arguments,
-    top_width,
 )
-from jaxllm.generation.batching.compile_ahead import Loop, LoopQuery
+from jaxllm.generation.batching.admission import (
+    Arrival,
+    Held,
+    add_samplers,
+    admit_request,
+    check_arrival,
+    find_families,
+    fit_form,
+    release_held,
+    reserve_prompt,
+)
+from jaxllm.generation.batching.compile_ahead import LoopQuery, plan_families
 from jaxllm.generation.batching.pages import open_cache
 from jaxllm.generation.batching.prefix_store import PrefixStore, open_store
+from jaxllm.generation.batching.programs import Family, Programs
 from jaxllm.generation.batching.prompt_pace import PromptPace
-from jaxllm.generation.batching.requests import (
-    Event,
-    RejectedRequest,
-    Request,
-    StepStats,
-    check_request,
-)
+from jaxllm.generation.batching.requests import Event, RejectedRequest, Request, StepStats
+from jaxllm.generation.batching.step import Loop, run_rounds, run_step, token_runs
 from jaxllm.generation.loops.draft import (
     NO_DRAFT,
     Draft,
@@ -54,39 +50,18 @@ from jaxllm.generation.loops.draft import (
 )
 from jaxllm.generation.loops.draft_pace import DraftPace
 from jaxllm.generation.loops.finish import Finish
-from jaxllm.generation.loops.joined_pass import (
-    LEAST_ROOM,
-    can_join,
-    fit_part,
-    pack_joined,
-    run_joined,
-)
-from jaxllm.generation.loops.microbatch import (
-    MAX_BATCHED_RUN,
-    Sites,
-    TokenRun,
-    bucket_rows,
-    pack_microbatch,
-    run_microbatch,
-    split_chunks,
-    split_microbatches,
-)
-from jaxllm.generation.loops.rounds import SERVED_ROUNDS
-from jaxllm.generation.loops.rows import draft_stats
-from jaxllm.generation.sampling.stacked import fit_sampler
+from jaxllm.generation.loops.joined_pass import LEAST_ROOM, fit_part
+from jaxllm.generation.loops.microbatch import MAX_BATCHED_RUN, bucket_rows
 from jaxllm.models.inputs import check_model
-from jaxllm.models.interventions import Apply
 from jaxllm.models.invariance import has_invariant_rows
 from jaxllm.models.packing import promise_packed
-from jaxllm.models.site_inputs import check_edits, check_read
-from jaxllm.models.sites import WEIGHT_SITES, split_name
-from jaxllm.runtime.multihost import to_host
-from jaxllm.runtime.validation import check_int, check_int_array
+from jaxllm.runtime.validation import check_int
 from jaxllm.steps import default_chunk
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
+_HELD_SECONDS = 0.1  # between looks for requests while none runs and some wait for programs
 
 
 def serve(
@@ -162,75 +137,92 @@ def serve(
     store, cache = open_store(model, params, cache, prefix_cache, shared_prefixes, invariant_rows)
     chunk = max(chunk, store.multiple)
     drafting = _open_draft(draft, draft_tokens, model, params, rows, capacity)
+    programs = Programs(rows)
     state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting, pages=pages)
+    loop = Loop(model, params, state, chunk, burst, store.multiple, invariant_rows, programs)
     source, more, pace = iter(requests), True, DraftPace()
-    held_back, number = None, 0
+    came, held, number = deque[Arrival](), list[Held](), 0
     joins = invariant_rows and store.multiple == 1
     prompts = PromptPace(chunk, store.multiple, *([LEAST_ROOM] if joins else []))
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
-    while more or state.active or state.paused:
+    while more or came or held or state.active or state.paused:
         state = _resume_requests(state)
-        while more and state.free_rows and not state.paused:
-            try:
-                request = next(source) if held_back is None else held_back
-            except StopIteration:
-                more = False
+        came, held = release_held(came, held, programs)
+        while state.free_rows and not state.paused:
+            if not came:
+                if not more or len(held) >= len(state.free_rows):
+                    break
+                try:
+                    request = next(source)
+                except StopIteration:
+                    more = False
+                    break
+                if request is None:
+                    break
+                if isinstance(request, LoopQuery):
+                    state = add_samplers(state, request.samplers, model, programs)
+                    request.reply(loop._replace(state=state))
+                    continue
+                if isinstance(request, RejectedRequest):
+                    yield Event(request.id, None, None, None, request.error, step)
+                    continue
+                if not isinstance(request, Request):
+                    raise SamplingError(f"a request must be a jaxllm.Request, got {request!r:.60}")
+                try:
+                    came.append(check_arrival(model, request, capacity))
+                except Exception as error:
+                    yield Event(request.id, None, None, None, as_request_error(error), step)
+                    continue
+            arrival = came.popleft()
+            if arrival.request.has_ended:
+                yield Event(arrival.request.id, None, None, Finish.CANCELLED, None, step)
+                continue
+            row = min(state.free_rows)
+            if (roomy := reserve_prompt(state, arrival, row)) is None:
+                came.appendleft(arrival)  # later ones wait, too
                 break
-            held_back = None
-            if request is None:
-                break
-            if isinstance(request, LoopQuery):
-                for sampler in request.samplers:
-                    with suppress(SamplingError):  # it is not for one row
-                        kind, fitted = fit_sampler(sampler, model.config.vocab_size, capacity + 1)
-                        state = add_sampler(state, kind, fitted)
-                loop = Loop(model, params, state, chunk, burst, store.multiple, invariant_rows)
-                request.reply(loop)
-                continue
-            if isinstance(request, RejectedRequest):
-                yield Event(request.id, None, None, None, request.error, step)
-                continue
-            if not isinstance(request, Request):
-                raise SamplingError(f"a request must be a jaxllm.Request, got {request!r:.60}")
-            if _is_cancelled(request):
-                yield Event(request.id, None, None, Finish.CANCELLED, None, step)
-                continue
             try:
-                admitted = _admit_request(model, state, request, number, capacity, store)
+                fitted = fit_form(roomy, arrival, row, programs)
+                families = find_families(fitted, arrival)
+                if missing := programs.find_missing(families):
+                    held.append(Held(arrival, families))
+                    plan_families(loop._replace(state=fitted), missing)
+                    continue
+                state = admit_request(fitted, row, arrival, number, store)
             except Exception as error:
-                yield Event(request.id, None, None, None, as_request_error(error), step)
+                yield Event(arrival.request.id, None, None, None, as_request_error(error), step)
                 continue
-            if admitted is None:
-                held_back = request
-                break
-            state, number = admitted, number + 1
+            number += 1
         for row, active in [*state.active.items(), *state.paused.items()]:
-            if _is_cancelled(active.request):
+            if active.request.has_ended:
                 state = free_row(state, row)
                 yield active.make_event(Finish.CANCELLED, step)
         state = _reserve_slots(state, burst, store, invariant_rows)
         if not state.active:
+            if held:
+                programs.wait(_HELD_SECONDS)
             continue
         began, drafts = pace.clock(), pace.drafts and bool(drafting.width)
         decodes = bool(drafting.width) and all(x.can_burst for x in state.active.values())
-        held = state.draft
-        state = state._replace(draft=NO_DRAFT if decodes and not drafts else held)
+        kept = state.draft
+        state = state._replace(draft=NO_DRAFT if decodes and not drafts else kept)
         state, rounds = _plan_rounds(state, burst, chunk)
         decoding = sum(one.decodes for one in state.active.values())
         room = prompts.room(decoding, len(state.active) - decoding)
         if joins and decoding and 0 < room <= MAX_BATCHED_RUN:
             room = fit_part(room, min(bucket_rows(decoding), rows))
-        runs = _token_runs(state.active, room, store.multiple)
+            room = programs.fit_part(Family(state.form), room, decoding)
+        runs = token_runs(state.active, room, store.multiple)
         if rounds:
-            state, steps = _run_rounds(model, params, state, burst, rounds, invariant_rows)
+            state, steps = run_rounds(loop._replace(state=state), rounds)
         else:
-            state, steps = _run_step(model, params, state, runs, chunk, store, invariant_rows)
+            state, steps = run_step(loop._replace(state=state), runs, store)
         seconds = pace.clock() - began
         if not (rounds and state.draft.width):
             ran = sum(run.index_T.size for run in runs)
             prompts.record(decoding, ran - decoding, seconds / max(len(steps), 1))
         if state.draft is NO_DRAFT:
-            state = state._replace(draft=held)
+            state = state._replace(draft=kept)
         if decodes and (rounds or not drafts):
             count = max(len(steps) // (drafting.width + 1) if drafts else len(steps), 1)
             tokens = sum(map(len, steps)) / len(state.active)
@@ -267,6 +259,7 @@ def serve(
             for row in ended:
                 state = free_row(state, row)
             yield from events
+    programs.close()
 
 
 def _open_draft(
@@ -314,54 +307,6 @@ def _open_draft(
             f" capacity={limit}"
         )
     return Draft(draft_model, width, draft_params, draft_cache)
-
-
-def _is_cancelled(request: Request) -> bool:
-    return request.is_cancelled is not None and bool(request.is_cancelled())
-
-
-def _admit_request(
-    model: Model,
-    state: ServeState,
-    request: Request,
-    number: int,
-    capacity: int,
-    store: PrefixStore,
-) -> ServeState | None:
-    """Put a request into the first free row, or raise the JaxllmError that rejects it.
-
-    Returns:
-        The state, or None if there are too few slots.
-    """
-    prompt_T, row = check_request(model, request, capacity), min(state.free_rows)
-    if state.pages is not None:
-        slots = prompt_T.size + min(request.max_new_tokens - 1, 1)  # the last token has none
-        pages = state.pages.reserve(row, slots, spare=bool(state.active))
-        if pages is None:
-            return None
-        state = state._replace(pages=pages)
-    edits = check_edits(model, request.edits, 1, 1, None)
-    if any(isinstance(edit, Apply) for edit in edits.edits):
-        raise SamplingError("edits of a request cannot be functions: use Add, Set, Scale, ...")
-    weights = [x for names in edits.sites for x in names if split_name(x)[1] in WEIGHT_SITES]
-    if weights:  # every row would then run without the attention kernel, with other bits
-        raise SamplingError(
-            f"a request of serve cannot edit {weights[0]}, which would change the bits of other"
-            " requests. Use generate"
-        )
-    why = "a request of serve cannot read {}. Use forward"
-    read = check_read(model, request.read, WEIGHT_SITES, why)
-    steps: frozenset[int] | None = None
-    if request.read_steps is not None:
-        given = check_int_array("read_steps", request.read_steps, SamplingError)
-        steps = frozenset(given.ravel().tolist())
-    kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, capacity + 1)
-    state = add_sampler(state, kind, sampler)
-    prefix = store.find(request, prompt_T, edits)
-    active = ActiveRequest(
-        request, number, prompt_T, kind, prefix, prompt_T.size, prefix.num_run, edits, read, steps
-    )
-    return fill_request(state, row, active, sampler)
 
 
 def _resume_requests(state: ServeState) -> ServeState:
@@ -412,110 +357,3 @@ def _plan_rounds(state: ServeState, burst: int, chunk: int) -> tuple[ServeState,
     active = {row: dataclasses.replace(one, num_drafted=ran[row]) for row, one in active.items()}
     lags = any(ran[row] < needed for row, (_, needed) in lengths.items())
     return state._replace(draft=draft, active=active), 0 if lags else 1 if watched else burst
-
-
-def _run_rounds(
-    model: Model, params: Params, state: ServeState, burst: int, rounds: int, invariant_rows: bool
-) -> tuple[ServeState, list[StepSamples]]:
-    """Run several rounds in one call, if all rows decode; stop when a row ends."""
-    places, arguments = round_arguments(model, params, state, burst, rounds, invariant_rows)
-    tails, rows, _, *results = SERVED_ROUNDS(*arguments)
-    count, drawn = to_host(results)
-    stats = draft_stats(drawn) if state.draft.width else None
-    steps = [
-        {
-            row: read_sampled(
-                drawn,
-                (i, j, r),
-                state.active[row].request.top_logprobs,
-                None if stats is None else stats[i, j, r],
-            )
-            for row, r in places.items()
-            if drawn.valid_B[i, j, r]
-        }
-        for i in range(count)
-        for j in range(state.draft.width + 1)
-    ]
-    cache = state.cache.replace(tail=tails.target, state=tails.states[0])
-    draft = state.draft.with_written(tails.draft, tails.states[1])
-    return state._replace(cache=cache, rows=rows, draft=draft), steps
-
-
-def _run_step(
-    model: Model,
-    params: Params,
-    state: ServeState,
-    runs: list[TokenRun],
-    chunk: int,
-    store: PrefixStore,
-    invariant_rows: bool,
-) -> tuple[ServeState, list[StepSamples]]:
-    """Run a token of each row that decodes, and prompt tokens; draw for rows without more.
-
-    chunk: The most tokens that a microbatch has beside one for each row.
-    """
-    cache, rows, results = state.cache, state.rows, list[Any]()
-    if store.multiple > 1:
-        split = split_chunks(runs, store.multiple)
-    else:
-        alone = MAX_BATCHED_RUN if invariant_rows else MAX_SLOTS
-        split = split_microbatches(runs, cache.batch + chunk, alone=alone)
-    states = defaultdict[int, dict[int, tuple[Any, ...]]](dict)
-    # Prompts first: the step ends when its draws do, so its time is that of all groups.
-    groups = sorted(split, key=lambda group: -group[0].index_T.size)
-    joined: list[jax.Array] = []
-    joins = invariant_rows and not state.edits.edits and can_join(groups)
-    if joins:
-        packed = pack_joined(groups, cache.batch)
-    else:
-        packed = [pack_microbatch(x, cache.batch, invariant_rows=invariant_rows) for x in groups]
-    for i, (group, (places, at)) in enumerate(zip(groups, packed, strict=True)):
-        rows_at = {run.rows[0]: r for run, r in zip(group, at, strict=True)}
-        page_RP = state.list_pages(rows_at, len(places.token_RT))
-        packed[i] = (places.replace(page_RP=page_RP), at)
-    if joins:
-        joined, cache = run_joined(model, params, cache, [places for places, _ in packed])
-    for i, (group, (places, at)) in enumerate(zip(groups, packed, strict=True)):
-        sites: Sites = {}
-        if joined:
-            out = joined[i]
-        else:
-            places = places.replace(edits=state.edits)
-            out, cache, sites = run_microbatch(model, params, cache, places)
-        for run in group:
-            (row, *_), prompt_T = run.rows, state.active[run.rows[0]].prompt_T
-            if kept := store.keep_state(cache, run, prompt_T.size):
-                states[row][int(run.position_T[-1]) + 1] = kept
-        ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
-        if ended:
-            uses_KR = state.kind_mask(ended, out.shape[0])
-            wanted = (top_width(model), state.wants_top)
-            rows, drawn = draw_rows(rows, uses_KR, out, places.row_R, *wanted)
-            results.append((ended, drawn, sites))
-    samples: StepSamples = {}
-    for ended, *arrays in results:  # read only after everything has been dispatched
-        drawn, found = to_host(arrays)
-        for row, r in ended.items():
-            read = {name: x[[r]] for name, x in found.items()}
-            count = state.active[row].request.top_logprobs
-            samples[row] = read_sampled(drawn, r, count)._replace(sites=read)
-    for run in runs:
-        active = state.active[run.rows[0]]
-        ran = range(active.num_run, active.num_run + run.index_T.size)
-        row = run.rows[0]
-        store.add(cache.tail, state.pages, row, active.prefix, ran, states[row])
-    return state._replace(cache=cache, rows=rows), [samples]
-
-
-def _token_runs(active: dict[int, ActiveRequest], chunk: int, multiple: int) -> list[TokenRun]:
-    """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival.
-
-    multiple: as in `ActiveRequest.next_run`.
-    """
-    runs = []
-    for row, one in active.items():
-        run = one.next_run(row, chunk, multiple)
-        if not one.decodes:
-            chunk -= run.index_T.size
-        runs.append(run)
-    return [run for run in runs if run.index_T.size]

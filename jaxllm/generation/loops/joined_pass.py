@@ -54,13 +54,25 @@ def can_join(groups: Sequence[Sequence[TokenRun]]) -> bool:
     )
 
 
-def pack_joined(groups: Sequence[Sequence[TokenRun]], rows: int) -> list[tuple[Microbatch, Any]]:
-    """Pack two groups that `can_join`; return what `pack_microbatch` returns of each."""
+def joined_width(part: int, singles: int) -> int:
+    """Return the usual width of a part of a prompt beside so many rows of single tokens."""
+    fitting = (fit_part(size, singles) for size in (4, 8, 16, 32, 64))
+    return next(size for size in fitting if size >= part)
+
+
+def pack_joined(
+    groups: Sequence[Sequence[TokenRun]],
+    rows: int,
+    size: int | None = None,
+    width: int | None = None,
+) -> list[tuple[Microbatch, Any]]:
+    """Pack two groups that `can_join`; return what `pack_microbatch` returns of each.
+
+    size, width: of the rows of single tokens, and of the part; by default the usual ones.
+    """
     part, single = groups
-    singles = pack_microbatch(single, rows, invariant_rows=True)
-    sizes = (4, 8, 16, 32, 64)
-    fitting = (fit_part(size, singles[0].token_RT.shape[0]) for size in sizes)
-    width = next(size for size in fitting if size >= part[0].index_T.size)
+    singles = pack_microbatch(single, rows, invariant_rows=True, size=size)
+    width = width or joined_width(part[0].index_T.size, len(singles[0].token_RT))
     return [pack_microbatch(part, rows, invariant_rows=True, width=width), singles]
 
 
@@ -76,9 +88,11 @@ def run_joined(
 
 def compile_joined(
     model: Model, params: Params, cache: KVCache, microbatches: Sequence[Microbatch]
-) -> None:
-    """Compile what `run_joined` runs. cache: arrays or their shapes."""
-    _RUN.lower(cache.tail, cache.frozen, model, params, tuple(microbatches)).compile()
+) -> list[jax.ShapeDtypeStruct]:
+    """Compile what `run_joined` runs; return the shapes of its logits. cache: arrays or shapes."""
+    lowered = _RUN.lower(cache.tail, cache.frozen, model, params, tuple(microbatches))
+    lowered.compile()
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lowered.out_info[0]]
 
 
 def _run(

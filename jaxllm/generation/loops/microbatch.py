@@ -107,7 +107,7 @@ def split_microbatches(
         groups: dict[tuple[int, bool, tuple[str, ...]], list[TokenRun]] = {}
         for run in queue:
             piece = run.slice_tokens(slice(0, limit))
-            kind = (_padded_width(piece.index_T.size), len(run.rows) > 1, _sites_to_read([piece]))
+            kind = (padded_width(piece.index_T.size), len(run.rows) > 1, sites_to_read([piece]))
             groups.setdefault(kind, []).append(piece)
         for (width, *_), pieces in groups.items():
             yield from _split_groups(pieces, limit) if width <= alone else ([p] for p in pieces)
@@ -134,7 +134,7 @@ def split_chunks(runs: Sequence[TokenRun], chunk: int) -> Iterator[list[TokenRun
     yield from single.values()
 
 
-def _sites_to_read(runs: Sequence[TokenRun]) -> tuple[str, ...]:
+def sites_to_read(runs: Sequence[TokenRun]) -> tuple[str, ...]:
     """Return the sites to read of a group: none if no token of it needs an output."""
     return runs[0].read if any(run.output_T.any() for run in runs) else ()
 
@@ -149,7 +149,7 @@ def _split_groups(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]
     yield group
 
 
-def _padded_width(tokens: int) -> int:
+def padded_width(tokens: int) -> int:
     """Return a padded width: few widths mean few compiled programs. On an accelerator 64 tokens
     take as long as one.
     """
@@ -169,17 +169,18 @@ def pack_microbatch(
     rows: int,
     *,
     invariant_rows: bool = False,
+    size: int | None = None,
     width: int | None = None,
 ) -> tuple[Microbatch, np.ndarray]:
     """Pack token runs into a microbatch; also return the microbatch row of each run.
 
     rows: number of cache rows. invariant_rows: whether shapes do not change bits. Single tokens
-    then use as few rows as they need, as wider runs always do; else all, like a decode step. width:
-    of the microbatch; by default one of few.
+    then use as few rows as they need, as wider runs always do; else all, like a decode step. size,
+    width: of the microbatch; by default one of few.
     """
     if width is None:
-        width = _padded_width(max(run.index_T.size for run in runs))
-    few = bucket_rows(len(runs)) if invariant_rows else next_power_of_two(len(runs))
+        width = padded_width(max(run.index_T.size for run in runs))
+    few = size or (bucket_rows(len(runs)) if invariant_rows else next_power_of_two(len(runs)))
     uses_all_rows = (width == 1 and not invariant_rows) or few >= rows
     R = rows if uses_all_rows else few
     at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
@@ -202,7 +203,7 @@ def pack_microbatch(
         length_R,
         None if several else column_R,
         row_adapters({r: run.adapter for r, run in zip(at, runs, strict=True)}, R),
-        read=_sites_to_read(runs),
+        read=sites_to_read(runs),
     )
     return places, at
 
