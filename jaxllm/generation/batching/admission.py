@@ -18,7 +18,7 @@ from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.sampling.stacked import RowSampler, fit_sampler
 from jaxllm.models.interventions import Apply
 from jaxllm.models.site_inputs import check_edits, check_read, stack_rows
-from jaxllm.models.sites import NO_EDITS, WEIGHT_SITES, Edits, split_name
+from jaxllm.models.sites import WEIGHT_SITES, Edits, split_name
 from jaxllm.runtime.validation import check_int_array
 from jaxllm.weights.model import Model
 
@@ -116,7 +116,7 @@ def fit_form(state: ServeState, arrival: Arrival, row: int, programs: Programs) 
     held = {r: one.edits for r, one in {**state.active, **state.paused}.items()}
     held[row] = arrival.edits
     edited = {r: edits for r, edits in held.items() if edits.edits}
-    edits = stack_rows(edited, state.cache.batch) if edited else NO_EDITS
+    edits = stack_rows(edited, state.cache.batch)
     return number_form(state._replace(rows=rows, edits=edits), programs)
 
 
