@@ -61,8 +61,12 @@ def keep_shapes(loop: Loop) -> Loop:
     cache, rows, edits, *written = jax.tree.map(
         shape, (state.cache, state.rows, state.edits, draft.tail, draft.state)
     )
-    state = state._replace(cache=cache, rows=rows, edits=edits, draft=draft.with_written(*written))
-    return loop._replace(state=state)
+    written_draft = draft.with_written(*written)
+    return loop._replace(
+        state=ServeState(
+            cache, rows, state.kinds, {}, edits, written_draft, state.pages, form=state.form
+        )
+    )
 
 
 def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> Iterator[None]:
