@@ -163,7 +163,7 @@ def test_served_rows_have_states_of_their_own(
         monkeypatch.setattr(scheduler, "has_invariant_rows", lambda *lm: True)
     lm = random_model(family if target == "itself" else target)
     model, params, draft = make_invariant(lm[0]), lm[1], nearly(family)
-    rounds, checked = scheduler._run_rounds, set[int]()
+    rounds, checked = scheduler.run_rounds, set[int]()
 
     def run(*arguments: Any) -> Any:
         state, steps = rounds(*arguments)
@@ -175,7 +175,7 @@ def test_served_rows_have_states_of_their_own(
             checked.update(state.active[row].request.id for row in rows)
         return state, steps
 
-    monkeypatch.setattr(scheduler, "_run_rounds", run)
+    monkeypatch.setattr(scheduler, "run_rounds", run)
     requests = [
         Request(id=i, prompt=PROMPTS[i % 3][: 1 + 60 * (i % 2)], max_new_tokens=16 + 4 * i)
         for i in range(6)

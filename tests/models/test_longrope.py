@@ -12,7 +12,8 @@ import torch
 
 import jaxllm
 from jaxllm.errors import CapacityError
-from jaxllm.generation.batching.scheduler import Request, serve
+from jaxllm.generation.batching.requests import Request
+from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.contrastive import contrastive_search
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.models import build
