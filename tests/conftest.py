@@ -127,7 +127,7 @@ def compiled() -> Iterator[list[str]]:
 
     def listen(event: str, *_: Any, fun_name: str = "?", **__: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            names.append(fun_name)
+            names.append(fun_name.removeprefix("jit(").removesuffix(")"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names

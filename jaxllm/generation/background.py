@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.errors import ClosedError, JaxllmError, OverloadError
-from jaxllm.generation.batching.compile_ahead import LoopQuery, keep_shapes
-from jaxllm.generation.batching.step import Loop
+from jaxllm.generation.batching.compile_ahead import LoopQuery, plan_usual
+from jaxllm.generation.batching.programs import Programs
 from jaxllm.generation.completion import Completion, StreamChunk
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.generation.serve import PreparedRequest
@@ -105,13 +105,14 @@ class BackgroundServer:
             self._thread = threading.Thread(target=self._run, name="jaxllm-serve", daemon=True)
             self._thread.start()
 
-    def find_loop(self, samplers: Sequence[Sampler]) -> "Future[Loop]":
-        """Return the loop with the shapes of its state, which then has samplers of these kinds.
+    def plan_programs(self, samplers: Sequence[Sampler], adapters: bool) -> "Future[Programs]":
+        """Plan the programs of requests with samplers of these kinds, which the caller compiles
+        (`compile_planned`). A server that is closed or ends does not answer.
 
-        For `compile_ahead`. A server that is closed or ends does not answer.
+        adapters: whether requests choose theirs.
         """
-        future: Future[Loop] = Future()
-        query = LoopQuery(samplers, lambda loop: future.set_result(keep_shapes(loop)))
+        future: Future[Programs] = Future()
+        query = LoopQuery(samplers, lambda loop: future.set_result(plan_usual(loop, adapters)))
         with self._change:
             self._queries.append(query)
             self._wake()

@@ -192,19 +192,19 @@ class ModelProcess:
 
     def compile_programs(self) -> None:
         """Compile programs ahead of the requests that need them, while the model runs."""
-        from jaxllm.generation.batching.compile_ahead import compile_wanted
+        from jaxllm.generation.batching.compile_ahead import compile_planned
 
         self.warm_up()
         if self._programs is not None:
-            compile_wanted(self._programs)
+            for _ in compile_planned(self._programs, waits=True):
+                self._wait_for_clients()
 
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding any number of rows.
 
-        It runs nothing. While clients' requests are open it starts a program every few seconds:
-        without it they would compile it themselves, while all others wait.
+        It runs nothing. While clients' requests are open it starts a program every few seconds.
         """
-        from jaxllm.generation.batching.compile_ahead import compile_ahead
+        from jaxllm.generation.batching.compile_ahead import compile_planned
         from jaxllm.generation.sampling.stacked import rare_sampler
 
         if self.lm.config.score is not None:  # it predicts no tokens
@@ -215,21 +215,20 @@ class ModelProcess:
                 usual.append(self.lm.prepare_request({"prompt": [0], **options}).config.sampler)
         if usual:
             usual.append(rare_sampler(self.lm.config.vocab_size))
-        adapter = self.lm.adapter_index(None) if self.lm.adapters else None
-        size = None if self._prefix_cache is None else self._prefix_cache.chunk
         with suppress(JaxllmError, RuntimeError):  # requests report it, if they need the program
-            loop = self._server.find_loop(usual).result()
-            self._programs = loop.programs
-            for _ in compile_ahead(loop, adapter, size):
-                latest = time.monotonic() + MAX_WAIT_S
-                while self._is_busy and time.monotonic() < latest:
-                    time.sleep(IDLE_CHECK_S)
+            planned = self._server.plan_programs(usual, adapters=bool(self.lm.adapters))
+            self._programs = planned.result()
+            for _ in compile_planned(self._programs):
+                self._wait_for_clients()
         self._num_compiled = 0  # these are no reason to forget any
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether requests are open, and none of them waits for a program."""
-        return bool(self._cancelled) and self._programs is not None and not self._programs.is_urgent
+    def _wait_for_clients(self) -> None:
+        """Wait a few seconds while requests are open, unless one may wait for a program."""
+        latest = time.monotonic() + MAX_WAIT_S
+        while self._cancelled and time.monotonic() < latest:
+            if self._programs is None or self._programs.is_urgent:
+                break
+            time.sleep(IDLE_CHECK_S)
 
     def _describe_cache(self) -> Frame:
         if self._prefix_cache is None:

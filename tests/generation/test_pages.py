@@ -12,7 +12,7 @@ import jaxllm
 from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import CapacityError
 from jaxllm.generation.batching import pages as paging
-from jaxllm.generation.batching.compile_ahead import LoopQuery, compile_ahead, keep_shapes
+from jaxllm.generation.batching.compile_ahead import LoopQuery, compile_planned, plan_usual
 from jaxllm.generation.batching.pages import PageTable
 from jaxllm.generation.batching.requests import Event, Request
 from jaxllm.generation.batching.scheduler import serve
@@ -185,13 +185,13 @@ def test_slots_are_at_least_a_row() -> None:
 
 
 def test_programs_are_compiled_ahead(compiled: list[str]) -> None:
-    """A loop that shares slots runs what `compile_ahead` compiled."""
-    lm, loops = one_layer(), list[Any]()
+    """A loop that shares slots runs what was compiled before."""
+    lm, found = one_layer(), list[Any]()
     request = long_request(1, sampler=jaxllm.GREEDY)
 
     def requests() -> Iterator[Any]:
-        yield LoopQuery([jaxllm.GREEDY], lambda loop: loops.append(keep_shapes(loop)))
-        for _ in compile_ahead(loops[0], None, None):
+        yield LoopQuery([jaxllm.GREEDY], lambda loop: found.append(plan_usual(loop, False)))
+        for _ in compile_planned(found[0]):
             pass
         before.append(len(compiled))
         yield request

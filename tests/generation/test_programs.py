@@ -7,11 +7,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.generation.batching.compile_ahead import (
-    LoopQuery,
-    compile_ahead,
-    keep_shapes,
-)
+from jaxllm.generation.batching.compile_ahead import LoopQuery, compile_planned, plan_usual
 from jaxllm.generation.batching.programs import Family, Job, Programs
 from jaxllm.generation.batching.requests import Request
 from jaxllm.generation.batching.scheduler import serve
@@ -124,14 +120,13 @@ def test_running_rows_wait_for_no_compiler(compiled: list[str]) -> None:
     model, requests, sizes = one_layer(), make_requests(9), {"rows": 5, "capacity": 64, "chunk": 32}
     expected = events_by_id(serve(*model, requests, **sizes))
     jax.clear_caches()
-    loops, seen = list[Any](), list[Any]()
+    found, seen = list[Programs](), list[Any]()
 
     def arrive() -> Iterator[Any]:
         samplers = [request.sampler for request in requests[:2]]
-        yield LoopQuery(samplers, lambda loop: loops.append(keep_shapes(loop)))
-        compiling, first = compile_ahead(loops[0], None, None), [Family(loops[0].state.form)]
-        next(compiling)
-        while loops[0].programs.find_missing(first):
+        yield LoopQuery(samplers, lambda loop: found.append(plan_usual(loop, adapters=False)))
+        compiling = compile_planned(found[0])
+        while found[0].is_urgent:
             next(compiling)
         before = len(compiled)
         yield requests[0]
@@ -149,7 +144,7 @@ def test_running_rows_wait_for_no_compiler(compiled: list[str]) -> None:
 
     for event in serve(*model, arrive(), **sizes):
         seen.append(event)
-    found = events_by_id(seen)
-    assert {i: [(e.token, e.logprob) for e in found[i]] for i in found} == {
+    answers = events_by_id(seen)
+    assert {i: [(e.token, e.logprob) for e in answers[i]] for i in answers} == {
         i: [(e.token, e.logprob) for e in expected[i]] for i in expected
     }

@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -185,6 +186,44 @@ def test_warm_up_compiles_what_requests_need(
     for number in range(11, 17):
         frames.wait_for(partial(is_end, number))
     assert compiled[before:] == []
+
+
+def test_the_loop_compiles_no_step(shallow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From nothing compiled, while a thread compiles, requests of several forms are answered, and
+    the thread that runs them compiles no step, draw or row's beginning.
+    """
+    jax.clear_caches()
+    monkeypatch.setattr(model_process, "MAX_WAIT_S", 0.1)
+    names: list[str] = []
+
+    def listen(event: str, *_: Any, fun_name: str = "?", **__: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            name = fun_name.removeprefix("jit(").removesuffix(")")
+            names.append(f"{threading.current_thread().name} {name}")
+
+    frames, lm = _Frames(), jaxllm.load(shallow("llama"))
+    process = ModelProcess(lm, ModelSettings(rows=3), frames)  # type: ignore[arg-type]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        compiling = threading.Thread(target=process.compile_programs, name="compiling")
+        compiling.start()
+        while process._programs is None:
+            time.sleep(0.01)
+        biases = {token: token / 100 for token in range(70)}
+        for number in range(1, 9):
+            options = {"max_new_tokens": 12, "seed": 0, "temperature": number % 2}
+            options |= {"logit_bias": biases} if number == 3 else {}
+            prompt = f"{number} " + "Once upon " * 5 * number
+            process.receive({**GENERATE, "id": number, "prompt": prompt, "options": options})
+        for number in range(1, 9):
+            frames.wait_for(partial(is_end, number))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        process._server.close()
+        compiling.join()
+    loop = {name.split()[1] for name in names if name.startswith("jaxllm-serve")}
+    assert {"_run", "draw_rows", "fill_row"} <= {name.split()[1] for name in names}
+    assert not loop & {"_run", "draw_rows", "fill_row"}
 
 
 @pytest.mark.more

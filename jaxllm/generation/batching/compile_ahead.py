@@ -69,30 +69,17 @@ def keep_shapes(loop: Loop) -> Loop:
     )
 
 
-def compile_ahead(loop: Loop, adapter: int | None, chunk_size: int | None) -> Iterator[None]:
-    """Compile the programs of usual requests, those first without which none runs, then those that
-    steps need most; yield after each.
+def plan_usual(loop: Loop, adapters: bool) -> Programs:
+    """Plan the programs of usual requests, for a thread that compiles them from now on
+    (`compile_planned`): first those without which none runs.
 
-    loop: with the shapes of its state (`keep_shapes`). adapter: as in `Request`. chunk_size: of the
-    prefix cache, if there is one.
+    adapters: whether requests choose theirs.
     """
-    state, number = loop.state, np.int32(0)
-    if not state.kinds:  # no usual request is possible
-        return
-    if chunk_size is not None and chunk_size <= state.capacity:
-        cut = cut_chunk.lower(state.cache.tail, number, number, chunk_size)
-        cut.compile()
-        write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
-    family = Family(state.form, adapter is not None)
-    jobs = _first_jobs(loop, family), _usual_jobs(loop, family)
-    loop.programs.plan(loop, *jobs, chooses=loop.invariant_rows and loop.multiple == 1)
-    yield from _compile_planned(loop.programs, waits=False)
-
-
-def compile_wanted(programs: Programs) -> None:
-    """Compile what a loop's requests need, until the loop ends."""
-    for _ in _compile_planned(programs, waits=True):
-        pass
+    if loop.state.kinds:  # else no usual request is possible
+        family, chooses = Family(loop.state.form, adapters), loop.invariant_rows
+        jobs = _first_jobs(loop, family), _usual_jobs(loop, family)
+        loop.programs.plan(keep_shapes(loop), *jobs, chooses=chooses and loop.multiple == 1)
+    return loop.programs
 
 
 def plan_families(loop: Loop, families: Iterable[Family]) -> None:
@@ -145,8 +132,8 @@ def _usual_jobs(loop: Loop, family: Family) -> Iterator[Job]:
             yield Job(family, "rounds", count, 1)
 
 
-def _compile_planned(programs: Programs, waits: bool) -> Iterator[None]:
-    """Compile programs while there are any, or until the loop ends; yield after each."""
+def compile_planned(programs: Programs, waits: bool = False) -> Iterator[None]:
+    """Compile the planned programs; yield after each. waits: for others, until the loop ends."""
     with programs.compiling():
         while (taken := programs.take(waits)) is not None:
             with suppress(Exception):  # the loop meets it, too, and reports it
@@ -157,7 +144,7 @@ def _compile_planned(programs: Programs, waits: bool) -> Iterator[None]:
 
 def _compile(loop: Loop, job: Job) -> None:
     if job.kind == "fill":
-        _compile_fill(loop.state)
+        _compile_fill(loop)
     elif job.kind == "step":
         _compile_step(loop, job)
     elif job.kind == "joined":
@@ -166,8 +153,13 @@ def _compile(loop: Loop, job: Job) -> None:
         _compile_rounds(loop, job)
 
 
-def _compile_fill(state: ServeState) -> None:
-    """Compile what puts a request into a row, for each kind of sampler."""
+def _compile_fill(loop: Loop) -> None:
+    """Compile what puts a request into a row, for each kind of sampler, and chunks of prefixes."""
+    state, size, number = loop.state, loop.prefix_chunk, np.int32(0)
+    if size is not None and size <= state.capacity:
+        cut = cut_chunk.lower(state.cache.tail, number, number, size)
+        cut.compile()
+        write_chunk.lower(state.cache.tail, cut.out_info, number, number).compile()
     bare = state.rows.replace(samplers=())
     filled = one_row(bare, np.zeros(1, np.int32), 1, 0, np.zeros(bare.eos_BE.shape[1], np.int32))
     for stacked in state.rows.samplers:

@@ -77,7 +77,7 @@ class Programs:
     def plan(
         self, loop: Any, first: Iterable[Job], usual: Iterable[Job] = (), *, chooses: bool
     ) -> None:
-        """Plan the programs of a form, for the thread that compiles.
+        """Plan the programs of a form, for the thread that compiles from now on (`compiling`).
 
         loop: with the shapes of its state. first: those without which no request of their families
         runs. chooses: whether the loop may run larger programs than it needs.
@@ -88,11 +88,12 @@ class Programs:
                 self._first.setdefault(job.family, []).append(job)
             self._planned += usual
             self._chooses |= chooses
+            self._compiling = True
             self._change.notify_all()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """A block that compiles what is planned. Outside of one the loop compiles for itself."""
+        """A block that compiles what is planned. After it the loop compiles for itself."""
         with self._change:
             self._compiling = True
         try:

@@ -139,7 +139,17 @@ def serve(
     drafting = _open_draft(draft, draft_tokens, model, params, rows, capacity)
     programs = Programs(rows)
     state = ServeState(cache, empty_rows(rows, capacity), (), {}, draft=drafting, pages=pages)
-    loop = Loop(model, params, state, chunk, burst, store.multiple, invariant_rows, programs)
+    loop = Loop(
+        model=model,
+        params=params,
+        state=state,
+        chunk=chunk,
+        burst=burst,
+        multiple=store.multiple,
+        prefix_chunk=None if prefix_cache is None else prefix_cache.chunk,
+        invariant_rows=invariant_rows,
+        programs=programs,
+    )
     source, more, pace = iter(requests), True, DraftPace()
     came, held, number = deque[Arrival](), list[Held](), 0
     joins = invariant_rows and store.multiple == 1

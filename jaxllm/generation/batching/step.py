@@ -39,8 +39,8 @@ class Loop(NamedTuple):
     """A serving loop: its model, its state, and the arguments of `serve`.
 
     chunk: the most prompt tokens of a step. multiple: the first ones are a multiple of it
-    (`PrefixStore`). invariant_rows: whether shapes do not change bits. programs: those that are
-    compiled.
+    (`PrefixStore`). prefix_chunk: of the prefix cache, if there is one. invariant_rows: whether
+    shapes do not change bits. programs: those that are compiled.
     """
 
     model: Model
@@ -49,6 +49,7 @@ class Loop(NamedTuple):
     chunk: int
     burst: int
     multiple: int
+    prefix_chunk: int | None
     invariant_rows: bool
     programs: Programs
 
