@@ -205,7 +205,6 @@ class ModelProcess:
         It runs nothing. While clients' requests are open it starts a program every few seconds.
         """
         from jaxllm.generation.batching.compile_ahead import compile_planned
-        from jaxllm.generation.sampling.stacked import rare_sampler
 
         if self.lm.config.score is not None:  # it predicts no tokens
             return
@@ -213,8 +212,6 @@ class ModelProcess:
         for options in _USUAL_OPTIONS:
             with suppress(JaxllmError):  # what the checkpoint's options refuse, requests meet too
                 usual.append(self.lm.prepare_request({"prompt": [0], **options}).config.sampler)
-        if usual:
-            usual.append(rare_sampler(self.lm.config.vocab_size))
         with suppress(JaxllmError, RuntimeError):  # requests report it, if they need the program
             planned = self._server.plan_programs(usual, adapters=bool(self.lm.adapters))
             self._programs = planned.result()

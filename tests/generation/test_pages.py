@@ -187,7 +187,7 @@ def test_slots_are_at_least_a_row() -> None:
 def test_programs_are_compiled_ahead(compiled: list[str]) -> None:
     """A loop that shares slots runs what was compiled before."""
     lm, found = one_layer(), list[Any]()
-    request = long_request(1, sampler=jaxllm.GREEDY)
+    request = long_request(1, sampler=jaxllm.GREEDY, until=lambda token: False)
 
     def requests() -> Iterator[Any]:
         yield LoopQuery([jaxllm.GREEDY], lambda loop: found.append(plan_usual(loop, False)))

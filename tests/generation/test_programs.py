@@ -38,6 +38,7 @@ def test_a_step_runs_the_smallest_compiled_program() -> None:
     assert programs.fit_groups(0, [part, single], joins=True)[1]  # nothing compiles ahead
     assert sizes_of(programs, part, single) == [(6, None, None), (3, None, None)]
     programs.plan(None, FIRST, USUAL, chooses=True)
+    programs.hurry([FAMILY])
     with programs.compiling():
         assert programs.find_missing([FAMILY]) == [FAMILY]
         for job in FIRST:
@@ -73,6 +74,7 @@ def test_sites_are_read_by_programs_for_one_token() -> None:
 def test_programs_compile_in_the_order_of_need() -> None:
     programs = Programs(8)
     programs.plan("loop", FIRST, USUAL, chooses=True)
+    programs.hurry([FAMILY])
     with programs.compiling():
         taken = []
         for _ in FIRST:
@@ -86,6 +88,7 @@ def test_programs_compile_in_the_order_of_need() -> None:
         assert programs.take(waits=False) == ("loop", USUAL[2])  # that step missed it
         later = Job(Family(1), "step", 8, 1)
         programs.plan("other", [later], chooses=True)
+        programs.hurry([later.family])
         assert programs.take(waits=False) == ("other", later)  # a request waits for it
         programs.add(later)
         assert programs.take(waits=False) == ("loop", USUAL[0])

@@ -1,6 +1,6 @@
 """Compile the programs of a serving loop before requests need them, without running them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jaxllm.generation.batching.active import (
     round_arguments,
     top_width,
 )
+from jaxllm.generation.batching.admission import add_samplers
 from jaxllm.generation.batching.prefix_store import Prefix
 from jaxllm.generation.batching.programs import Family, Job, Programs
 from jaxllm.generation.batching.requests import Request
@@ -33,6 +34,7 @@ from jaxllm.generation.loops.microbatch import (
 )
 from jaxllm.generation.loops.rounds import SERVED_ROUNDS
 from jaxllm.generation.sampling.sampler import Sampler
+from jaxllm.generation.sampling.stacked import rare_sampler
 from jaxllm.ops.target import is_accelerator
 from jaxllm.weights.model import Model
 from jaxllm.weights.types.lora import NO_ADAPTER
@@ -71,23 +73,33 @@ def keep_shapes(loop: Loop) -> Loop:
 
 def plan_usual(loop: Loop, adapters: bool) -> Programs:
     """Plan the programs of usual requests, for a thread that compiles them from now on
-    (`compile_planned`): first those without which none runs.
+    (`compile_planned`): first those without which none runs, last those with rare options.
 
     adapters: whether requests choose theirs.
     """
-    if loop.state.kinds:  # else no usual request is possible
-        family, chooses = Family(loop.state.form, adapters), loop.invariant_rows
-        jobs = _first_jobs(loop, family), _usual_jobs(loop, family)
-        loop.programs.plan(keep_shapes(loop), *jobs, chooses=chooses and loop.multiple == 1)
-    return loop.programs
+    if not loop.state.kinds:  # no usual request is possible
+        return loop.programs
+    usual, programs = Family(loop.state.form, adapters), loop.programs
+    rare_options = [rare_sampler(loop.model.config.vocab_size)]
+    state = add_samplers(loop.state, rare_options, loop.model, programs)
+    _plan(loop, usual)
+    _plan(loop._replace(state=state), usual._replace(form=state.form))
+    programs.hurry([usual])
+    return programs
 
 
-def plan_families(loop: Loop, families: Iterable[Family]) -> None:
-    """Plan the programs of families that requests wait for, unless they are planned."""
+def plan_families(loop: Loop, families: Collection[Family]) -> None:
+    """Plan the programs of families that requests wait for, before all others."""
     for family in families:
         if not loop.programs.is_planned(family):
-            usual = () if family.read else _usual_jobs(loop, family)
-            loop.programs.plan(keep_shapes(loop), _first_jobs(loop, family), usual, chooses=True)
+            _plan(loop, family)
+    loop.programs.hurry(families)
+
+
+def _plan(loop: Loop, family: Family) -> None:
+    usual = () if family.read else _usual_jobs(loop, family)
+    chooses = loop.invariant_rows and loop.multiple == 1
+    loop.programs.plan(keep_shapes(loop), _first_jobs(loop, family), usual, chooses=chooses)
 
 
 def _first_jobs(loop: Loop, family: Family) -> list[Job]:

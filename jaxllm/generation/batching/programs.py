@@ -65,6 +65,7 @@ class Programs:
         self._compiled = set[Job]()
         self._sizes = defaultdict[tuple[Family, Kind], set[tuple[int, int]]](set)
         self._first: dict[Family, list[Job]] = {}
+        self._urgent = list[Family]()
         self._planned = list[Job]()
         self._missed = Counter[Job]()
         self._chooses, self._compiling, self._closed = False, False, False
@@ -86,9 +87,16 @@ class Programs:
             for job in first:
                 self._loops[job.family.form] = loop
                 self._first.setdefault(job.family, []).append(job)
+                self._planned.append(job)
             self._planned += usual
             self._chooses |= chooses
             self._compiling = True
+            self._change.notify_all()
+
+    def hurry(self, families: Collection[Family]) -> None:
+        """Let the first programs of families be compiled before all others."""
+        with self._change:
+            self._urgent += [family for family in families if family not in self._urgent]
             self._change.notify_all()
 
     @contextmanager
@@ -128,7 +136,7 @@ class Programs:
             return self._next_first() is not None
 
     def _next_first(self) -> Job | None:
-        jobs = (job for first in self._first.values() for job in first)
+        jobs = (job for family in self._urgent for job in self._first[family])
         return next((job for job in jobs if job not in self._compiled), None)
 
     def take(self, waits: bool) -> tuple[Any, Job] | None:
