@@ -52,23 +52,18 @@ class LoopQuery(NamedTuple):
 
 
 def keep_shapes(loop: Loop) -> Loop:
-    """Return the loop with the shapes of its state's arrays."""
+    """Return the loop with the shapes of its state's arrays, and without requests."""
 
     def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = x.sharding if x.committed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    state = loop.state
-    draft = state.draft
+    state, draft = loop.state, loop.state.draft
     cache, rows, edits, *written = jax.tree.map(
         shape, (state.cache, state.rows, state.edits, draft.tail, draft.state)
     )
-    written_draft = draft.with_written(*written)
-    return loop._replace(
-        state=ServeState(
-            cache, rows, state.kinds, {}, edits, written_draft, state.pages, form=state.form
-        )
-    )
+    bare = ServeState(cache, rows, state.kinds, {}, edits, pages=state.pages, form=state.form)
+    return loop._replace(state=bare._replace(draft=draft.with_written(*written)))
 
 
 def plan_usual(loop: Loop, adapters: bool) -> Programs:
@@ -97,7 +92,7 @@ def plan_families(loop: Loop, families: Collection[Family]) -> None:
 
 
 def _plan(loop: Loop, family: Family) -> None:
-    usual = () if family.read else _usual_jobs(loop, family)
+    usual = () if family.read else _usual_jobs(loop, family)  # few rows read
     chooses = loop.invariant_rows and loop.multiple == 1
     loop.programs.plan(keep_shapes(loop), _first_jobs(loop, family), usual, chooses=chooses)
 
@@ -109,12 +104,8 @@ def _first_jobs(loop: Loop, family: Family) -> list[Job]:
     if family.read:  # they are read from rows that decode
         return [decode]
     fill, part = Job(Family(family.form), "fill"), Job(family, "step", 1, _list_widths(loop)[0])
-    return [
-        fill,
-        part,
-        decode,
-        *([Job(family, "rounds", rows, 1)] if loop.state.draft.width else []),
-    ]
+    rounds = [Job(family, "rounds", rows, 1)] if loop.state.draft.width else []
+    return [fill, part, decode, *rounds]
 
 
 def _list_widths(loop: Loop) -> list[int]:
@@ -128,14 +119,10 @@ def _list_widths(loop: Loop) -> list[int]:
 def _usual_jobs(loop: Loop, family: Family) -> Iterator[Job]:
     """Yield the programs of usual requests in the order of their use."""
     rows, chunk = loop.state.cache.batch, loop.multiple if loop.multiple > 1 else loop.chunk
-    joins = loop.invariant_rows and not family.adapters
+    joins = loop.invariant_rows and not family.adapters and not loop.state.edits.edits
     for count in sorted({min(bucket_rows(n + 1), rows) for n in range(rows)}):
         for width in _list_widths(loop) if count == 1 else (1, padded_width(2)):
-            if (
-                count in (1, rows)
-                if width == 1 and not loop.invariant_rows
-                else loop.multiple == 1 or count == 1
-            ):
+            if width == 1 or count == 1 or loop.multiple == 1:
                 yield Job(family, "step", count, width)
         for room in (8, 4, 16, 32) if joins else ():
             if room <= chunk:

@@ -195,8 +195,8 @@ def serve(
                 fitted = fit_form(roomy, arrival, row, programs)
                 families = find_families(fitted, arrival)
                 if missing := programs.find_missing(families):
-                    held.append(Held(arrival, families))
                     plan_families(loop._replace(state=fitted), missing)
+                    held.append(Held(arrival, families))
                     continue
                 state = admit_request(fitted, row, arrival, number, store)
             except Exception as error:
