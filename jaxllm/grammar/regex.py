@@ -12,6 +12,8 @@ import re._casefix as casefix  # type: ignore[import-not-found]
 import re._constants as op  # type: ignore[import-not-found]
 import re._parser as parser  # type: ignore[import-not-found]
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -35,6 +37,7 @@ _REFUSED = {
     op.ATOMIC_GROUP: "an atomic group",
     op.POSSESSIVE_REPEAT: "a possessive repeat",
 }
+_parsing = threading.Lock()  # filters of warnings belong to all threads
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included, in order
 
@@ -68,7 +71,9 @@ def compile_regex(pattern: str) -> ByteAutomaton:
     if not isinstance(pattern, str):
         raise GrammarError(f"regex must be a text: got {pattern!r:.60}")
     try:
-        tree = parser.parse(pattern)
+        with _parsing, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what brackets may mean one day
+            tree = parser.parse(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise GrammarError(f"regex {pattern!r:.60} is invalid: {error}") from None
     if unknown := re.RegexFlag(tree.state.flags) & ~_FLAGS:

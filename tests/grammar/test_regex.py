@@ -41,6 +41,12 @@ def test_automaton_accepts_what_re_fullmatch_accepts(pattern: str) -> None:
         assert _accepts(automaton, text) == (expected.fullmatch(text) is not None), text
 
 
+def test_brackets_that_may_change_their_meaning_give_no_warning() -> None:
+    """A client's pattern must not write to a server's log; here warnings are errors."""
+    automaton = compile_regex("[[a]b")
+    assert _accepts(automaton, "[b") and _accepts(automaton, "ab") and not _accepts(automaton, "b")
+
+
 @pytest.mark.parametrize("pattern", [r"(ab)*", r"[0-9]{4}-[0-9]{2}", r"[^x]?", r"(a|b)*abb"])
 def test_automaton_is_minimal_without_dead_ends(pattern: str) -> None:
     """No two states have the same future, and each leads to an end."""
