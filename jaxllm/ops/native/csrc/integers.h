@@ -1,5 +1,6 @@
 // Integer weights times unrounded inputs: integers (less their zero point) are exact in float32 and bfloat16; the sum
-// of a group is scaled.
+// of a group is scaled. With AVX-512 int8 weights are scaled before float32 products, so that all sums of many input
+// rows fit the registers; a float16 scale times an int8 is exact. Narrower sets would read a single row slower.
 #pragma once
 
 #include "dequantize.h"
@@ -59,7 +60,11 @@ template <Scales S, int Unit, bool Pairs, bool Blocks = false>
 struct Int8Source {
   static constexpr bool kPairs = Pairs, kPartialChunk = false, kPartialUnits = false;
   static constexpr int kUnit = Unit, kChunk = 64;
-  static constexpr Scales kScales = S;
+  static constexpr bool kScaled = S == Scales::kUnit && !Pairs && kLanes == 16;
+  static constexpr Scales kScales = kScaled ? Scales::kNone : S;
+  // With sums in memory, 32 columns would be stored and scaled as often as they are multiplied.
+  static constexpr bool kFewRows = S == Scales::kRow || Unit > 32 || kRegisters < 32;
+  static constexpr int64_t kMaxSourceRows = kScaled ? 8 : (kFewRows ? 16 : INT64_MAX);
   typedef typename FloatsOrHalves<Pairs>::Type Value;
   struct Row {
     const Int8Source* source;
@@ -82,6 +87,11 @@ struct Int8Source {
         else
           out[n] = from_int8(p);
       }
+      if constexpr (kScaled) {
+        const Floats by = scale(c);
+        JAXLLM_UNROLL
+        for (Value& value : out) value *= by;
+      }
     }
     JAXLLM_INLINE Floats scale(int64_t c) const {
       if constexpr (Blocks)
@@ -100,6 +110,9 @@ struct Int8Source {
             S == Scales::kUnit && !Blocks ? groups.row(o, i) : GroupRow{}};
   }
 };
+
+template <Scales S, int Unit, bool Blocks>
+constexpr int kTileRows8<Int8Source<S, Unit, false, Blocks>> = Int8Source<S, Unit, false, Blocks>::kScaled ? 2 : 0;
 
 template <bool Zero, bool Pairs, bool Blocks = false, bool E2M1 = false>
 struct Int4Source {
@@ -153,15 +166,17 @@ void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64
     if (w.zero) return multiply_decoded(Int4Source<true, Pairs>(w, in), w, in, x, begin, end, y);
     return multiply_decoded(Int4Source<false, Pairs>(w, in), w, in, x, begin, end, y);
   }
+  const auto multiply = [&](const auto& source) {
+    multiply_decoded(source, w, in, x, begin, end, y, source.kMaxSourceRows);
+  };
   if (w.groups <= 1)
-    return multiply_decoded(Int8Source<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
-  if (w.group > 32) return multiply_decoded(Int8Source<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
-  // With sums in memory, 32 columns would be stored and scaled as often as they are multiplied.
-  const int64_t max_source_rows = kRegisters < 32 ? 16 : INT64_MAX;
-  if (w.blocks)
-    return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs, true>(w, in), w, in, x, begin, end, y,
-                            max_source_rows);
-  return multiply_decoded(Int8Source<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y, max_source_rows);
+    multiply(Int8Source<Scales::kRow, 4 * kLanes, Pairs>(w, in));
+  else if (w.group > 32)
+    multiply(Int8Source<Scales::kUnit, 64, Pairs>(w, in));
+  else if (w.blocks)
+    multiply(Int8Source<Scales::kUnit, 32, Pairs, true>(w, in));
+  else
+    multiply(Int8Source<Scales::kUnit, 32, Pairs>(w, in));
 }
 
 // One output, in float64 from dequantized weights (slow).

@@ -60,6 +60,8 @@ using InputType = typename InputOf<S::kPairs>::Type;
 template <class S>
 constexpr bool kSequential = false;  // rows read on from where they are, and prefetch from there
 template <class S>
+constexpr int kTileRows8 = 0;  // weight rows of a tile with 5 to 8 input rows; 0: tiles have four input rows
+template <class S>
 struct DecodedRows;
 template <class S>
 constexpr bool kInMemory = false;  // values are read as they are multiplied
@@ -170,9 +172,10 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   constexpr int kTileRows4 = !kParts ? (kFewRegisters ? 2 : 4) : (kFewRegisters ? 1 : 2);
   constexpr int kTileRows2 = !kParts && kFewRegisters ? 3 : kTileRows4;
   for_each_block(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
-    for_each_tile<4, kTileRows2, kTileRows4>(begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
-      tile<S, O, R>(source, w, reinterpret_cast<const InputType<S>*>(x), prepared_stride(in), o, r, y);
-    });
+    for_each_tile<4, kTileRows2, kTileRows4, kTileRows8<S>>(
+        begin, end, in.rows, [&](auto O, auto R, const TileRows& o, int64_t r) {
+          tile<S, O, R>(source, w, reinterpret_cast<const InputType<S>*>(x), prepared_stride(in), o, r, y);
+        });
   });
 }
 

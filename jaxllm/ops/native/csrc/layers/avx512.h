@@ -327,6 +327,7 @@ struct Broadcast {
   }
   template <int Count>
   JAXLLM_INLINE Floats strided(const uint8_t* p, int bytes) const {
+    if constexpr (Count == 1) return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(load<uint16_t>(p))));
     uint64_t all = load<uint16_t>(p);
     JAXLLM_UNROLL
     for (int i = 1; i < Count; i++) all |= uint64_t(load<uint16_t>(p + i * bytes)) << (16 * i);
