@@ -236,16 +236,18 @@ class _Builder:
         """Add one character of these ranges, in UTF-8. Equal tails of byte sequences are shared."""
         end = self.new_state()
         tails: dict[tuple[tuple[int, int], ...], int] = {(): end}
-
-        def tail_state(tail: tuple[tuple[int, int], ...]) -> int:
-            if tail not in tails:
-                tails[tail] = self.new_state()
-                self.edges[tails[tail]].append((*tail[0], tail_state(tail[1:])))
-            return tails[tail]
-
         for sequence in _utf8_sequences(ranges):
-            self.edges[start].append((*sequence[0], tail_state(sequence[1:])))
+            self.edges[start].append((*sequence[0], self._before(sequence[1:], tails)))
         return end
+
+    def _before(
+        self, tail: tuple[tuple[int, int], ...], tails: dict[tuple[tuple[int, int], ...], int]
+    ) -> int:
+        """Return the state before these byte ranges, one of `tails` or a new one."""
+        if tail not in tails:
+            tails[tail] = self.new_state()
+            self.edges[tails[tail]].append((*tail[0], self._before(tail[1:], tails)))
+        return tails[tail]
 
 
 @cache

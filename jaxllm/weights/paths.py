@@ -36,18 +36,16 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -> Params:
+def map_leaves(
+    function: Callable[[str, Any], Any], params: Mapping[str, Any], prefix: str = ""
+) -> Params:
     """Return a dict with the same keys whose leaves are `function(path, leaf)`."""
-
-    def visit(node: Mapping[str, Any], prefix: str) -> Params:
-        return {
-            name: visit(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else function(f"{prefix}{name}", value)
-            for name, value in node.items()
-        }
-
-    return visit(params, "")
+    return {
+        name: map_leaves(function, value, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else function(f"{prefix}{name}", value)
+        for name, value in params.items()
+    }
 
 
 def list_arrays(

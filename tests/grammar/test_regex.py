@@ -1,5 +1,6 @@
 """Regular expressions as automata over bytes, against Python's `re`."""
 
+import gc
 import itertools
 import random
 import re
@@ -119,3 +120,17 @@ def test_long_texts_compile_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     automaton = compile_regex("(a{0,40}b)?")
     for text in ("", "b", "a" * 40 + "b", "a" * 41 + "b", "a", "ab" * 2):
         assert _accepts(automaton, text) == bool(re.fullmatch("(a{0,40}b)?", text)), text
+
+
+def test_pattern_leaves_nothing_to_the_garbage_collector() -> None:
+    """A server's memory does not grow by the large patterns of its clients."""
+    compile_regex("[a-z]{3}")
+    gc.collect()
+    gc.disable()
+    try:
+        compile_regex("[a-zà-ü]{300}")
+        with pytest.raises(GrammarError, match="too large"):
+            compile_regex("([a-z]{0,100}){0,10000}")
+        assert gc.collect() < 300
+    finally:
+        gc.enable()
