@@ -25,27 +25,28 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 LOGITS_BYTES = 1 << 28  # bytes of float32 logits per batch
+_TOP_WIDTH = 32  # of the likeliest tokens' program, which serves shorter lists too
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
-def embed_batch(
+@partial(jax.jit, static_argnums=0, static_argnames="layer")
+def _embed_batch(
     model: Model,
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
+    counted_BT: jax.Array,
+    normalize: bool | jax.Array,
     *,
     layer: int,
-    pooling: str,
-    normalize: bool,
 ) -> jax.Array:
-    """Return the pooled hidden states of a batch, float32 `[B, D]`, from checked input.
+    """Return the mean hidden states of the counted tokens, float32 `[B, D]`, from checked input.
 
     position_BT: positions, -1 for padding. layer: an index into `Output.hidden_states`, where 0 is
     the embeddings; later layers and logits are not computed.
     """
     trace, _, _ = run_model(model, params, (), token_BT, position_BT)
-    x_BD: jax.Array = pool(trace.hidden_states[layer], position_BT >= 0, pooling)
-    return l2_normalize(x_BD) if normalize else x_BD
+    x_BD: jax.Array = pool(trace.hidden_states[layer], counted_BT, "mean")
+    return jnp.where(normalize, l2_normalize(x_BD), x_BD)
 
 
 def embeddings(
@@ -82,9 +83,14 @@ def embeddings(
     if not isinstance(normalize, bool):
         raise ConfigError(f"normalize must be True or False, got {normalize!r:.40}")
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    run = partial(embed_batch, model, params, layer=layer, pooling=pooling, normalize=normalize)
-    width = model.config.hidden_size
-    return _run_batches(ids, batch, width, run, "hidden states", show_progress)
+
+    def run(token_BT: np.ndarray, position_BT: np.ndarray) -> jax.Array:
+        counted_BT = POOLING_MASKS[pooling](position_BT >= 0)
+        return _embed_batch(
+            model, params, token_BT, position_BT, counted_BT, normalize, layer=layer
+        )
+
+    return _run_batches(ids, batch, model.config.hidden_size, run, "hidden states", show_progress)
 
 
 def last_logits(
@@ -186,14 +192,16 @@ def prompt_logprobs(
     """
     check_model(model, params)
     token_T = check_text(model, 0, ids)
+    width = min(next_power_of_two(top, _TOP_WIDTH), model.config.vocab_size) if top else 0
     logprob_BT, top_BTN, top_logprob_BTN = _top_log_probs(
-        model, params, *pad_batch([token_T], 1, targets=1), top=top
+        model, params, *pad_batch([token_T], 1, targets=1), top=width
     )
     known = slice(len(token_T) - 1)
     logprob_T = np.asarray(logprob_BT)[0, known]
     if not np.isfinite(logprob_T).all():
         raise NonFiniteError("the model returned NaN or infinite logits")
-    return logprob_T, np.asarray(top_BTN)[0, known], np.asarray(top_logprob_BTN)[0, known]
+    best_TN, best_logprob_TN = (np.asarray(x)[0, known, :top] for x in (top_BTN, top_logprob_BTN))
+    return logprob_T, best_TN, best_logprob_TN
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="top")

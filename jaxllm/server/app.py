@@ -245,6 +245,7 @@ class Api:
                 stats = await client.call("stats")
             metrics.cache_bytes.set(stats.get("nbytes", 0))
             metrics.cache_evictions.set(stats.get("evictions", 0))
+            metrics.programs.set(stats.get("programs_to_compile", 0))
 
     async def _models(self, request: Request) -> Response:
         data = [self.describe_model(name) for name in self.names()]

@@ -35,6 +35,7 @@ class ServerMetrics:
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
         self.cache_evictions = gauge("prefix_cache_evictions", "Chunks that gave way to others.")
+        self.programs = gauge("programs_to_compile", "Usual programs that are not compiled yet.")
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
         self.tasks = gauge("event_loop_tasks", "Tasks of the HTTP process's event loop.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from jaxllm.lm import LM
 
 Frame = dict[str, Any]
-PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
+PREPARING_THREADS = 4
+TRIM_S = 10.0  # between returns of freed memory, which take some milliseconds
 # Between looks whether requests of clients are open, and how long a program waits for their ends.
 IDLE_CHECK_S, MAX_WAIT_S = 0.05, 5.0
 PIECE_TEXTS = 16  # texts of one request that run at once, as `jaxllm.embeddings` batches them
@@ -174,13 +175,13 @@ class ModelProcess:
         self._computing = ThreadPoolExecutor(1, "jaxllm-compute")
         self._max_computing, self._num_computing = settings.max_waiting, 0
         self._cancelled: dict[int, threading.Event] = {}
-        self._num_compiled, self._trim_at = 0, PROGRAMS_PER_TRIM
+        self._num_compiled, self._trim_at = 0, 0.0
         self._programs: Programs | None = None
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
             "render": lambda frame: {"text": self._render(frame)},
-            "stats": lambda _: {"memory_bytes": process_memory(), **self._describe_cache()},
+            "stats": lambda _: self._describe_use(),
         }
         # Each yields between its pieces and returns the answer.
         self._computations: dict[str, Callable[[Frame], Generator[None, None, Any]]] = {
@@ -227,10 +228,13 @@ class ModelProcess:
                 break
             time.sleep(IDLE_CHECK_S)
 
-    def _describe_cache(self) -> Frame:
-        if self._prefix_cache is None:
-            return {}
-        return dataclasses.asdict(self._prefix_cache.stats())
+    def _describe_use(self) -> Frame:
+        use: Frame = {"memory_bytes": process_memory()}
+        if self._programs is not None:
+            use["programs_to_compile"] = self._programs.num_planned
+        if self._prefix_cache is not None:
+            use |= dataclasses.asdict(self._prefix_cache.stats())
+        return use
 
     def describe(self) -> Frame:
         """Return what the HTTP process tells clients about the model."""
@@ -378,9 +382,9 @@ class ModelProcess:
     def _limit_programs(self) -> None:
         """Forget the compiled programs if there are too many; those in use are compiled again.
 
-        Compiling leaves much freed memory with the allocator, so some of it is given back.
+        Compiling and requests leave freed memory with the allocator, so some of it is given back.
         """
-        if self._num_compiled < self._trim_at:
+        if time.monotonic() < self._trim_at:
             return
         from jaxllm.ops.compile_cache import return_freed_memory
 
@@ -391,8 +395,8 @@ class ModelProcess:
             jax.clear_caches()
             if self._programs is not None:
                 self._programs.forget()
-        self._trim_at = self._num_compiled + PROGRAMS_PER_TRIM
         return_freed_memory()
+        self._trim_at = time.monotonic() + TRIM_S
 
     def _make_request(self, frame: Frame) -> tuple[dict[str, Any], str]:
         """Return the request of `LM.serve` that a frame describes.

@@ -40,6 +40,7 @@ from scripts.tools.hostile.server import Server, Usage, start_server
 EXAMPLE = "Example: python scripts/tools/hostile_requests.py --requests 1000 --seed 1"
 CLIENTS, PER_MARK, ROWS, WAITING = 16, 1000, 4, 32
 ANSWER_SECONDS, SLOW_SECONDS = 300.0, 60.0
+LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # of texts whose programs are kept, up to demo:llama's
 PAGES = ("text/html", "text/javascript", "text/css", "text/plain; version=0.0.4")
 GOOD = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 7,
         "logprobs": 2}  # fmt: skip
@@ -162,6 +163,18 @@ class Campaign:
         self.marks: list[Usage] = []
         self.first_answer: Any = None
 
+    async def warm_up(self) -> None:
+        """Have the server compile the programs that it keeps: the usual ones, and those of texts of
+        each length, alone and together. What grows after the first thousand is none of them.
+        """
+        await self.server.wait_until_compiled()
+        for length in LENGTHS:
+            for count in (1, 2, 4, 8, 16):
+                body: Any = {"input": [[5] * length] * count}
+                await self.server.ask("POST", "/v1/embeddings", body)
+            body = {"prompt": [5] * min(length, CONTEXT - 1), "echo": True, "max_tokens": 1}
+            await self.server.ask("POST", "/v1/completions", {**body, "logprobs": 1})
+
     async def run(self, numbers: Iterator[int]) -> None:
         """Perform cases, several at once."""
         async with asyncio.TaskGroup() as group:
@@ -214,9 +227,9 @@ class Campaign:
         write(
             f"| {label} | {seconds:.0f} | {s['200']} | {refused} | {s['429']} | {s['501']} |"
             f" {s['503']} | {s['none']} | {len(self.faults)} | {self.slowest:.1f} |"
-            f" {usage.http_mb:.0f} | {usage.model_mb:.0f} | {usage.http_files} |"
-            f" {usage.model_files} | {usage.tasks} | {usage.running} | {usage.waiting} |"
-            f" {usage.restarts} |\n"
+            f" {usage.http_mb:.0f} | {usage.model_mb:.0f} | {usage.cache_mb:.0f} |"
+            f" {usage.http_files} | {usage.model_files} | {usage.tasks} | {usage.running} |"
+            f" {usage.waiting} | {usage.restarts} |\n"
         )
         if self.slowest > SLOW_SECONDS:
             log(f"{self.slowest:.1f} s: case {self.slowest_case}")
@@ -227,7 +240,7 @@ class Campaign:
         """Add a fault for each quantity that grew after the warm-up, which is the second mark.
 
         The model's memory rises and falls, since compiled programs are released when there are many
-        of them: its least value must not grow.
+        of them: its least value must not grow. The prefix cache may, up to its own limit.
         """
         if self.marks[-1].running or self.marks[-1].waiting or self.marks[-1].restarts:
             self.add_fault(f"after the last request: {self.marks[-1]}")
@@ -235,7 +248,7 @@ class Campaign:
             return
         half = len(self.marks) // 2
         early, late = self.marks[1 : half + 1], self.marks[half + 1 :]
-        limits = {"http_mb": most_http, "model_mb": most_model, "http_files": 4, "model_files": 4,
+        limits = {"http_mb": most_http, "own_mb": most_model, "http_files": 4, "model_files": 4,
                   "tasks": 4}  # fmt: skip
         for name, limit in limits.items():
             first, last = (min(getattr(mark, name) for mark in part) for part in (early, late))
@@ -245,7 +258,7 @@ class Campaign:
 
 HEADER = (
     "| requests | s | 200 | 4xx | 429 | 501 | 503 | no answer | faults | slowest, s | HTTP, MB |"
-    " model, MB | HTTP files | model files | tasks | running | waiting | restarts |\n"
+    " model, MB | cache, MB | HTTP files | model files | tasks | running | waiting | restarts |\n"
 )
 
 
@@ -294,11 +307,12 @@ async def run_campaign(
 ) -> Campaign:
     """Perform everything; return the campaign."""
     campaign = Campaign(server, seed)
-    write(HEADER + "|" + "---:|" * 18 + "\n")
+    write(HEADER + "|" + "---:|" * 19 + "\n")
     if case is not None:
         await campaign.try_case(case)
         await campaign.mark("1", 0.0)
         return campaign
+    await campaign.warm_up()
     await campaign.mark("0", 0.0)
     for first in range(0, requests, PER_MARK):
         began, after = time.monotonic(), min(first + PER_MARK, requests)

@@ -144,17 +144,24 @@ def test_computations_take_turns_and_end_with_clients(
 
 
 def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many compiled programs are forgotten; further answers are the same."""
+    """Too many compiled programs are forgotten. Freed memory is given back every few seconds."""
     cleared: list[bool] = []
+    trimmed: list[bool] = []
     monkeypatch.setattr("jax.clear_caches", lambda: cleared.append(True))
+    trim = "jaxllm.ops.compile_cache.return_freed_memory"
+    monkeypatch.setattr(trim, lambda: trimmed.append(True))
     monkeypatch.setattr(model_process, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(model_process, "PROGRAMS_PER_TRIM", 1)
+    monkeypatch.setattr(model_process, "TRIM_S", 0.0)
     process = ModelProcess(lm, ModelSettings(rows=1), _Frames())  # type: ignore[arg-type]
     for _ in range(8):
         process.count_compile("/jax/core/compile/backend_compile_duration", 0.1)
         process.count_compile("/jax/other", 0.1)
         process._limit_programs()
-    assert len(cleared) == 2
+    assert (len(cleared), len(trimmed)) == (2, 8)
+    monkeypatch.setattr(model_process, "TRIM_S", 1000.0)
+    for _ in range(3):
+        process._limit_programs()
+    assert len(trimmed) == 9
 
 
 def test_warm_up_compiles_what_requests_need(

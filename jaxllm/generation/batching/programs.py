@@ -166,6 +166,12 @@ class Programs:
             self._sizes[job.family, job.kind].add((job.rows, job.width))
             self._change.notify_all()
 
+    @property
+    def num_planned(self) -> int:
+        """The number of programs that are still to be compiled."""
+        with self._change:
+            return len(self._planned)
+
     def wait(self, seconds: float) -> None:
         """Wait for the next program, so many seconds at most."""
         with self._change:

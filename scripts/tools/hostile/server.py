@@ -17,20 +17,27 @@ from typing import Any, NamedTuple
 from scripts.tools.hostile.client import Answer, Connection, encode_request
 
 START_SECONDS = 300.0
+PLAN_SECONDS = 20.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Usage(NamedTuple):
-    """Resources of the HTTP process and of the model's."""
+    """Resources of the HTTP process and of the model's. cache_mb: entries of its prefix cache."""
 
     http_mb: float
     model_mb: float
+    cache_mb: float
     http_files: int
     model_files: int
     tasks: int
     running: int
     waiting: int
     restarts: int
+
+    @property
+    def own_mb(self) -> float:
+        """The model's memory without the prefix cache, which has a limit of its own."""
+        return self.model_mb - self.cache_mb
 
 
 class Server:
@@ -93,6 +100,16 @@ class Server:
                 return values
             await asyncio.sleep(0.05)
 
+    async def wait_until_compiled(self) -> None:
+        """Wait until the usual programs are compiled, some of which are planned after the start."""
+        latest, planned = time.monotonic() + PLAN_SECONDS, False
+        while True:
+            left = (await self.metrics())["programs_to_compile"]
+            planned = planned or left > 0 or time.monotonic() > latest
+            if planned and not left:
+                return
+            await asyncio.sleep(0.2)
+
     async def usage(self) -> Usage:
         """Return what the processes use once no request runs."""
         await self.wait_until_idle()
@@ -104,7 +121,7 @@ class Server:
         values = await self.metrics()
         pids = self.process.pid, self.model_pid
         return Usage(
-            *(resident_mb(pid) for pid in pids),
+            *(resident_mb(pid) for pid in pids), values.get("prefix_cache_bytes", 0) / 1e6,
             *(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
             int(values.get("event_loop_tasks", 0)), int(values["num_requests_running"]),
             int(values["num_requests_waiting"]), int(values["model_restarts"]),
