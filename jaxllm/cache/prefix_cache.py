@@ -48,9 +48,9 @@ class PrefixCacheStats:
 
 
 class Chunk(NamedTuple):
-    """A chunk of one row, `[1, chunk]`. state: `KVCache.state` after it, if it is kept."""
+    """A chunk of one row (`cut_chunk`). state: `KVCache.state` after it, if it is kept."""
 
-    segment: Segment
+    entry: tuple[jax.Array, ...]
     state: tuple[Any, ...] = ()
 
 
@@ -140,7 +140,7 @@ class PrefixCache:
         self,
         keys: Sequence[bytes],
         index: int,
-        cut: Callable[[], Segment],
+        cut: Callable[[], tuple[jax.Array, ...]],
         state: tuple[Any, ...] = (),
     ) -> None:
         """Add the entry `keys[index]`, or its state, if it is missing and its parent is held.
@@ -189,9 +189,28 @@ class PrefixCache:
             self._entries[entry.parent].children -= 1
 
 
+@partial(jax.jit, static_argnums=3)
+def cut_chunk(tail: Segment, row: jax.Array, slot: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
+    """Return a copy of `chunk` slots of a row from `slot` on, as an entry.
+
+    Arrays `[N, chunk, ...]`, one for each shape and type: the leaves of the tail that have it.
+    """
+    groups: dict[Hashable, list[jax.Array]] = {}
+    for x in jax.tree.leaves(tail):
+        start: Any = (row, slot, *[0] * (x.ndim - 2))
+        part = jax.lax.dynamic_slice(x, start, (1, chunk, *x.shape[2:]))
+        groups.setdefault((x.shape[2:], x.dtype), []).append(part)
+    return tuple(map(jnp.concatenate, groups.values()))
+
+
 @partial(jax.jit, donate_argnums=0)
-def write_chunk(tail: Segment, chunk: Segment, row: jax.Array, slot: jax.Array) -> Segment:
+def write_chunk(
+    tail: Segment, entry: tuple[jax.Array, ...], row: jax.Array, slot: jax.Array
+) -> Segment:
     """Return the tail with an entry in the slots of a row from `slot` on; written in place."""
+    leaves, structure = jax.tree.flatten(tail)
+    kinds = dict.fromkeys((x.shape[2:], x.dtype) for x in leaves)
+    parts = {kind: iter(array[:, None]) for kind, array in zip(kinds, entry, strict=True)}
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         dtype = old.dtype
@@ -200,17 +219,6 @@ def write_chunk(tail: Segment, chunk: Segment, row: jax.Array, slot: jax.Array) 
         old = jax.lax.dynamic_update_slice(old, new, (row, slot, *[0] * (old.ndim - 2)))
         return jax.lax.bitcast_convert_type(old, dtype) if dtype.itemsize == 2 else old
 
-    written: Segment = jax.tree.map(write, tail, chunk)
-    return written
-
-
-@partial(jax.jit, static_argnums=3)
-def cut_chunk(tail: Segment, row: jax.Array, slot: jax.Array, chunk: int) -> Segment:
-    """Return a copy of `chunk` slots of a row from `slot` on, as an entry `[1, chunk]`."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        start: Any = (row, slot, *[0] * (x.ndim - 2))
-        return jax.lax.dynamic_slice(x, start, (1, chunk, *x.shape[2:]))
-
-    entry: Segment = jax.tree.map(cut, tail)
-    return entry
+    written = [write(x, next(parts[x.shape[2:], x.dtype])) for x in leaves]
+    tail = jax.tree.unflatten(structure, written)
+    return tail

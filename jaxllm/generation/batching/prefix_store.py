@@ -199,9 +199,9 @@ def read_prefix(cache: KVCache, pages: PageTable | None, row: int, prefix: Prefi
         for i, segment in enumerate(cache.frozen)
     ]
     tail = cache.tail
-    for i, entry in enumerate(prefix.entries, prefix.first):
-        segment, slot = entry.segment, i * entry.segment.position_BS.shape[1]
-        tail = write_chunk(tail, segment, *find_slot(pages, row, slot))
+    for i, chunk in enumerate(prefix.entries, prefix.first):
+        slot = i * chunk.entry[0].shape[1]
+        tail = write_chunk(tail, chunk.entry, *find_slot(pages, row, slot))
     state = cache.state
     if state and prefix.entries:
         state = _put_state(state, np.int32(row), prefix.entries[-1].state)
