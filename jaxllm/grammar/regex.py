@@ -81,6 +81,7 @@ def compile_regex(pattern: str) -> ByteAutomaton:
             f"regex {pattern!r:.60} has the flag {unknown!r}, which is not supported"
         )
     builder = _Builder(pattern, tree.state.flags)
+    builder.check_size(_count_characters(tree))
     end = builder.sequence(list(tree), builder.new_state(), True, True)
     return _determine(builder, end, f"regex {pattern!r:.60}")
 
@@ -123,12 +124,16 @@ class _Builder:
         self.skips: list[list[int]] = []
         self._pattern, self._flags = pattern, flags
 
-    def new_state(self) -> int:
-        if len(self.edges) >= MAX_FRAGMENT_STATES:
+    def check_size(self, states: int) -> None:
+        """Raise GrammarError for too many states."""
+        if states > MAX_FRAGMENT_STATES:
             raise GrammarError(
                 f"regex {self._pattern!r:.60} is too large: its repeats need more than"
                 f" {MAX_FRAGMENT_STATES:,} states. Use smaller counts, or lark="
             )
+
+    def new_state(self) -> int:
+        self.check_size(len(self.edges) + 1)
         self.edges.append([])
         self.skips.append([])
         return len(self.edges) - 1
@@ -248,6 +253,25 @@ class _Builder:
             tails[tail] = self.new_state()
             self.edges[tails[tail]].append((*tail[0], self._before(tail[1:], tails)))
         return tails[tail]
+
+
+def _count_characters(items: Iterable[tuple[Any, Any]]) -> int:
+    """Return how many characters parsed items have when repeats are written out.
+
+    Each needs a state, so most patterns that are too large are refused before any is made.
+    """
+    count = 0
+    for kind, value in items:
+        if kind is op.BRANCH:
+            count += sum(map(_count_characters, value[1]))
+        elif kind is op.SUBPATTERN:
+            count += _count_characters(value[3])
+        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, high, inner = value
+            count += (low + 1 if high is op.MAXREPEAT else high) * _count_characters(inner)
+        else:
+            count += kind is not op.AT
+    return count
 
 
 @cache

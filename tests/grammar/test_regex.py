@@ -130,7 +130,19 @@ def test_pattern_leaves_nothing_to_the_garbage_collector() -> None:
     try:
         compile_regex("[a-zà-ü]{300}")
         with pytest.raises(GrammarError, match="too large"):
-            compile_regex("([a-z]{0,100}){0,10000}")
+            compile_regex("[à-ü]{150000}")
         assert gc.collect() < 300
     finally:
         gc.enable()
+
+
+def test_large_pattern_is_refused_before_its_states_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A character needs a state wherever repeats write it; anchors need none."""
+    monkeypatch.setattr(regex, "MAX_FRAGMENT_STATES", 1000)
+    compile_regex("^(a|b[cd]){0,30}(?:x$)")
+    monkeypatch.setattr(regex._Builder, "new_state", None)
+    for pattern in ("(x{0,99}){0,999}", "(a|b){796,}(c|de|f[a-z])(?i:z){200}", "a{99999999}"):
+        with pytest.raises(GrammarError, match="too large"):
+            compile_regex(pattern)
