@@ -50,7 +50,7 @@ class PrefixCacheStats:
 class Chunk(NamedTuple):
     """A chunk of one row (`cut_chunk`). state: `KVCache.state` after it, if it is kept."""
 
-    entry: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]
     state: tuple[Any, ...] = ()
 
 
@@ -191,7 +191,7 @@ class PrefixCache:
 
 @partial(jax.jit, static_argnums=3)
 def cut_chunk(tail: Segment, row: jax.Array, slot: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
-    """Return a copy of `chunk` slots of a row from `slot` on, as an entry.
+    """Return a copy of `chunk` slots of a row from `slot` on.
 
     Arrays `[N, chunk, ...]`, one for each shape and type: the leaves of the tail that have it.
     """
@@ -205,12 +205,12 @@ def cut_chunk(tail: Segment, row: jax.Array, slot: jax.Array, chunk: int) -> tup
 
 @partial(jax.jit, donate_argnums=0)
 def write_chunk(
-    tail: Segment, entry: tuple[jax.Array, ...], row: jax.Array, slot: jax.Array
+    tail: Segment, arrays: tuple[jax.Array, ...], row: jax.Array, slot: jax.Array
 ) -> Segment:
-    """Return the tail with an entry in the slots of a row from `slot` on; written in place."""
+    """Return the tail with a chunk in the slots of a row from `slot` on; written in place."""
     leaves, structure = jax.tree.flatten(tail)
     kinds = dict.fromkeys((x.shape[2:], x.dtype) for x in leaves)
-    parts = {kind: iter(array[:, None]) for kind, array in zip(kinds, entry, strict=True)}
+    parts = {kind: iter(array[:, None]) for kind, array in zip(kinds, arrays, strict=True)}
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         dtype = old.dtype
@@ -220,5 +220,5 @@ def write_chunk(
         return jax.lax.bitcast_convert_type(old, dtype) if dtype.itemsize == 2 else old
 
     written = [write(x, next(parts[x.shape[2:], x.dtype])) for x in leaves]
-    tail = jax.tree.unflatten(structure, written)
-    return tail
+    result: Segment = jax.tree.unflatten(structure, written)
+    return result

@@ -342,7 +342,7 @@ class ModelProcess:
 
         def finish(future: "Future[Completion]") -> None:
             self._cancelled.pop(number, None)
-            self._limit_programs()
+            self._limit_memory()
             error = future.exception()
             if error is not None:
                 self._send({"id": number, "error": describe_failure(error)})
@@ -379,7 +379,7 @@ class ModelProcess:
         """Count a program that was compiled; a listener of `jax.monitoring`."""
         self._num_compiled += event == "/jax/core/compile/backend_compile_duration"
 
-    def _limit_programs(self) -> None:
+    def _limit_memory(self) -> None:
         """Forget the compiled programs if there are too many; those in use are compiled again.
 
         Compiling and requests leave freed memory with the allocator, so some of it is given back.

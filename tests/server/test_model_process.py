@@ -156,11 +156,11 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
     for _ in range(8):
         process.count_compile("/jax/core/compile/backend_compile_duration", 0.1)
         process.count_compile("/jax/other", 0.1)
-        process._limit_programs()
+        process._limit_memory()
     assert (len(cleared), len(trimmed)) == (2, 8)
     monkeypatch.setattr(model_process, "TRIM_S", 1000.0)
     for _ in range(3):
-        process._limit_programs()
+        process._limit_memory()
     assert len(trimmed) == 9
 
 

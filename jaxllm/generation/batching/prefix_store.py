@@ -200,8 +200,8 @@ def read_prefix(cache: KVCache, pages: PageTable | None, row: int, prefix: Prefi
     ]
     tail = cache.tail
     for i, chunk in enumerate(prefix.entries, prefix.first):
-        slot = i * chunk.entry[0].shape[1]
-        tail = write_chunk(tail, chunk.entry, *find_slot(pages, row, slot))
+        slot = i * chunk.arrays[0].shape[1]
+        tail = write_chunk(tail, chunk.arrays, *find_slot(pages, row, slot))
     state = cache.state
     if state and prefix.entries:
         state = _put_state(state, np.int32(row), prefix.entries[-1].state)
