@@ -5,6 +5,7 @@ what the model computes for it, in the queue, within the prompt or while decodin
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -245,7 +246,7 @@ class Api:
                 stats = await client.call("stats")
             metrics.cache_bytes.set(stats.get("nbytes", 0))
             metrics.cache_evictions.set(stats.get("evictions", 0))
-            metrics.programs.set(stats.get("programs_to_compile", 0))
+            metrics.programs.set(stats.get("programs_to_compile", math.nan))
 
     async def _models(self, request: Request) -> Response:
         data = [self.describe_model(name) for name in self.names()]

@@ -1,5 +1,6 @@
 """Metrics for Prometheus, under vLLM's names with the prefix `jaxllm:`."""
 
+import math
 import time
 from typing import Any
 
@@ -35,7 +36,8 @@ class ServerMetrics:
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
         self.cache_evictions = gauge("prefix_cache_evictions", "Chunks that gave way to others.")
-        self.programs = gauge("programs_to_compile", "Usual programs that are not compiled yet.")
+        self.programs = gauge("programs_to_compile", "Usual programs to compile; NaN if unknown.")
+        self.programs.set(math.nan)
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
         self.tasks = gauge("event_loop_tasks", "Tasks of the HTTP process's event loop.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")

@@ -39,7 +39,10 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def map_leaves(
     function: Callable[[str, Any], Any], params: Mapping[str, Any], prefix: str = ""
 ) -> Params:
-    """Return a dict with the same keys whose leaves are `function(path, leaf)`."""
+    """Return a dict with the same keys whose leaves are `function(path, leaf)`.
+
+    prefix: what each path begins with.
+    """
     return {
         name: map_leaves(function, value, f"{prefix}{name}.")
         if isinstance(value, Mapping)

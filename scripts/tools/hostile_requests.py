@@ -40,7 +40,7 @@ from scripts.tools.hostile.server import Server, Usage, start_server
 EXAMPLE = "Example: python scripts/tools/hostile_requests.py --requests 1000 --seed 1"
 CLIENTS, PER_MARK, ROWS, WAITING = 16, 1000, 4, 32
 ANSWER_SECONDS, SLOW_SECONDS = 300.0, 60.0
-LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # of texts whose programs are kept, up to demo:llama's
+LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # to which texts are padded; demo:llama reads 512
 PAGES = ("text/html", "text/javascript", "text/css", "text/plain; version=0.0.4")
 GOOD = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 7,
         "logprobs": 2}  # fmt: skip

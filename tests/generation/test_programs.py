@@ -100,7 +100,7 @@ def test_programs_compile_in_the_order_of_need() -> None:
 
 
 def make_requests(count: int) -> list[Request]:
-    """Return requests of many lengths, some greedy; the last one needs programs of its own."""
+    """Return requests of many lengths, some greedy. The last needs programs that no other needs."""
     rng, requests = np.random.default_rng(0), list[Request]()
     for i in range(count):
         biases = {token: token / 100 for token in range(70)} if i == count - 1 else None

@@ -176,7 +176,9 @@ def test_warm_up_compiles_what_requests_need(
     monkeypatch.setattr("jaxllm.generation.batching.step.run_microbatch", None)
     monkeypatch.setattr(model_process, "MAX_WAIT_S", 0.1)
     process._cancelled[0] = threading.Event()
+    assert "programs_to_compile" not in process._describe_use()  # nothing is planned yet
     process.warm_up()
+    assert process._describe_use()["programs_to_compile"] == 0
     del process._cancelled[0]
     monkeypatch.undo()
     before = len(compiled)

@@ -70,7 +70,7 @@ def check_arrival(model: Model, request: Request, capacity: int) -> Arrival:
 def release_held(
     came: deque[Arrival], held: list[Held], programs: Programs
 ) -> tuple[deque[Arrival], list[Held]]:
-    """Return the requests to admit, with those whose programs are compiled now; and the others."""
+    """Split requests: to admit now, which includes held ones with their programs; still held."""
     released = deque(came)
     still = list[Held]()
     for one in held:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from scripts.tools.hostile.client import Answer, Connection, encode_request
 
 START_SECONDS = 300.0
-PLAN_SECONDS = 20.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,7 +35,7 @@ class Usage(NamedTuple):
 
     @property
     def own_mb(self) -> float:
-        """The model's memory without the prefix cache, which has a limit of its own."""
+        """What the model's process uses besides its prefix cache."""
         return self.model_mb - self.cache_mb
 
 
@@ -101,13 +100,9 @@ class Server:
             await asyncio.sleep(0.05)
 
     async def wait_until_compiled(self) -> None:
-        """Wait until the usual programs are compiled, some of which are planned after the start."""
-        latest, planned = time.monotonic() + PLAN_SECONDS, False
-        while True:
-            left = (await self.metrics())["programs_to_compile"]
-            planned = planned or left > 0 or time.monotonic() > latest
-            if planned and not left:
-                return
+        """Wait until the usual programs are compiled, at most START_SECONDS."""
+        latest = time.monotonic() + START_SECONDS
+        while time.monotonic() < latest and (await self.metrics())["programs_to_compile"] != 0:
             await asyncio.sleep(0.2)
 
     async def usage(self) -> Usage:
